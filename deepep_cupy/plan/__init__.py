@@ -1,0 +1,1 @@
+"""Integers only: sizes, offsets, grids, headers, generated constants. No CuPy, no MPI."""

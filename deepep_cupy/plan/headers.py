@@ -1,0 +1,223 @@
+"""What ranks tell each other before any row moves, and what they make of it.
+
+Every operation opens with one *header* per rank, the same words for both engines. All ranks see
+all headers and reach the same verdict: go, or an error that names who differs in what. A rank
+whose arguments were refused sends its refusal in the header's place.
+
+=================  =========================================================================
+word (32 bits)     meaning
+=================  =========================================================================
+``kind``           ``Kind``: the operation
+``dtype``          ``dtype_code``: itemsize and kind of the rows, 0 for none
+``row_bytes``      bytes of one row
+``num_topk``       K of the call, 0 without top-k arrays
+``index_bytes``    4 or 8, itemsize of ``topk_idx``; 0 for none
+``weights``        1 when weights travel
+``layout``         ``Layout``: where the routing comes from
+``birth``          cached dispatch and combine: epoch of the dispatch that made the handle
+``refusal``        ``RefusalCode``, 0 for none
+``refusal_value``  the token, size or argument the refusal is about
+``capacity``       rows the sender's receive block holds
+``rows_offset``    the sender's block of rows, in units of ``OFFSET_UNIT`` bytes
+``meta_offset``    the sender's block of indices and weights, same unit
+``num_rows``       tokens sent (dispatch) or rows held (combine)
+=================  =========================================================================
+
+The first eight (``SIGNATURE``) must be equal on all ranks; behind the words follow R counts:
+rows this rank sends to each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "DTYPE_CODES",
+    "OFFSET_UNIT",
+    "SIGNATURE",
+    "WORDS",
+    "Kind",
+    "Layout",
+    "Refusal",
+    "RefusalCode",
+    "describe_refusal",
+    "difference",
+    "dtype_code",
+    "dtype_name",
+]
+
+OFFSET_UNIT = 512
+"""Block offsets travel in this unit, so that 32 bits reach 2 TiB."""
+
+
+class Kind(IntEnum):
+    """Operations that open with a header."""
+
+    NONE = 0
+    BARRIER = 1
+    DISPATCH = 2
+    COMBINE = 3
+
+
+class Layout(IntEnum):
+    """Where a dispatch takes its routing from (a combine repeats its handle's)."""
+
+    NONE = 0
+    TOPK = 1
+    MASK = 2
+    CACHED = 3
+
+
+class RefusalCode(IntEnum):
+    """Why a rank refused its own arguments."""
+
+    NONE = 0
+    ARGUMENT = 1
+    TOO_MANY_TOKENS = 2
+    EXPERT_OUT_OF_RANGE = 3
+    DUPLICATE_EXPERT = 4
+    POOL_EXHAUSTED = 5
+    CAPTURE = 6
+
+
+SIGNATURE = ("kind", "dtype", "row_bytes", "num_topk", "index_bytes", "weights", "layout", "birth")
+WORDS = (
+    *SIGNATURE,
+    "refusal",
+    "refusal_value",
+    "capacity",
+    "rows_offset",
+    "meta_offset",
+    "num_rows",
+)
+
+_FIELD_NAMES = {
+    "dtype": "the dtype of x",
+    "row_bytes": "the bytes of a row of x",
+    "num_topk": "the number of choices per token (num_topk)",
+    "index_bytes": "the bytes of an entry of topk_idx (0: none given)",
+    "weights": "whether topk_weights are given",
+    "layout": "where the routing comes from",
+    "birth": "the dispatch call that made the handle",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rank will not run this call: sent to all ranks, so that all raise.
+
+    Attributes:
+        code: The reason.
+        value: The token or size in question; its meaning depends on the code.
+    """
+
+    code: RefusalCode
+    value: int = 0
+
+
+def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0) -> str:
+    """Say in one sentence what ``rank`` refused.
+
+    Args:
+        operation: Name of the method, ``"dispatch"``.
+        rank: The rank whose arguments were bad.
+        refusal: Its (code, value).
+        limit: ``num_max_tokens_per_rank`` or ``num_experts``, where the code speaks of one.
+    """
+    reasons = {
+        RefusalCode.ARGUMENT: "its arguments were refused there (see the error on that rank)",
+        RefusalCode.TOO_MANY_TOKENS: (
+            f"it has {refusal.value} tokens, more than num_max_tokens_per_rank = {limit}"
+        ),
+        RefusalCode.EXPERT_OUT_OF_RANGE: (
+            f"topk_idx of its token {refusal.value} holds an expert outside -1..{limit - 1}"
+        ),
+        RefusalCode.DUPLICATE_EXPERT: (
+            f"topk_idx of its token {refusal.value} names the same expert twice"
+        ),
+        RefusalCode.POOL_EXHAUSTED: (
+            f"its pool has no room for {refusal.value} more MiB (see the error on that rank)"
+        ),
+        RefusalCode.CAPTURE: "the call is not possible under graph capture there",
+    }
+    why = reasons.get(refusal.code, f"code {int(refusal.code)}, value {refusal.value}")
+    return f"{operation}(): rank {rank} refused the call: {why}; nothing was moved on any rank."
+
+
+def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | None:
+    """Compare the signatures of all ranks.
+
+    Args:
+        operation: Name of the method this rank is in.
+        headers: One mapping word → value a rank, in rank order.
+
+    Returns:
+        A sentence that names the field and each rank's value, or ``None`` where all agree.
+    """
+    for field in SIGNATURE:
+        values = [header[field] for header in headers]
+        if len(set(values)) > 1:
+            return f"{operation}(): {_disagreement(field, values)}; nothing was moved on any rank."
+    return None
+
+
+def _disagreement(field: str, values: Sequence[int]) -> str:
+    if field == "kind":
+        said = ", ".join(f"rank {r} calls {_kind_name(v)}" for r, v in enumerate(values))
+        return f"the ranks are in different calls: {said}"
+    shown = [_layout_name(v) if field == "layout" else str(v) for v in values]
+    if field == "dtype":
+        shown = [dtype_name(v) for v in values]
+    if field == "birth":
+        shown = [f"call {v}" for v in values]
+    said = ", ".join(f"rank {r}: {v}" for r, v in enumerate(shown))
+    return f"the ranks disagree on {_FIELD_NAMES[field]} ({said})"
+
+
+def _kind_name(value: int) -> str:
+    return Kind(value).name.lower() if value in set(Kind) else f"operation {value}"
+
+
+def _layout_name(value: int) -> str:
+    names = {
+        Layout.NONE: "none",
+        Layout.TOPK: "topk_idx",
+        Layout.MASK: "is_token_in_rank",
+        Layout.CACHED: "handle",
+    }
+    return names[Layout(value)] if value in set(Layout) else str(value)
+
+
+# Row dtypes. The code is what the header carries and what combine's kernel switches on.
+DTYPE_CODES = {
+    "bfloat16": 1,
+    "float16": 2,
+    "float32": 3,
+    "float64": 4,
+    "int8": 5,
+    "uint8": 6,
+    "int16": 7,
+    "uint16": 8,
+    "int32": 9,
+    "uint32": 10,
+    "int64": 11,
+    "uint64": 12,
+    "float8_e4m3fn": 13,
+    "float8_e5m2": 14,
+}
+"""dtype name → code, for the dtypes combine can add (but the FP8 ones) or dispatch knows by name."""
+
+
+def dtype_code(name: str, itemsize: int) -> int:
+    """Code of a dtype: from ``DTYPE_CODES``, else ``256 + itemsize`` for opaque rows."""
+    return DTYPE_CODES.get(name, 256 + itemsize)
+
+
+def dtype_name(code: int) -> str:
+    """Name of a dtype code, for messages."""
+    for name, known in DTYPE_CODES.items():
+        if known == code:
+            return name
+    return f"opaque {code - 256}-byte items" if code > 256 else f"dtype code {code}"
