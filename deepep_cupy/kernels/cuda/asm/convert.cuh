@@ -1,0 +1,24 @@
+#pragma once
+// Conversions between float and its short forms; all round to nearest even, none flushes.
+#include "asm/types.cuh"
+
+DEVICE f32 bits_to_f32(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 f32_to_bits(f32 value) { return __float_as_uint(value); }
+DEVICE f64 bits_to_f64(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+DEVICE u64 f64_to_bits(f64 value) { return static_cast<u64>(__double_as_longlong(value)); }
+
+DEVICE f32 cvt_f32_f16(u16 half) {
+    f32 v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
+    return v;
+}
+DEVICE u16 cvt_rn_f16_f32(f32 value) {
+    u16 v;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    return v;
+}
+DEVICE u16 cvt_rn_bf16_f32(f32 value) {
+    u16 v;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    return v;
+}
