@@ -55,6 +55,7 @@ def ptx_dir() -> Path:
         return checkout
     message = (
         f"_resources.ptx_dir(): the PTX modules are missing, wanted manifest.toml in {shipped} "
-        f"(a wheel) or in {checkout} beside a pyproject.toml (a checkout); install deepep_cupy again"
+        f"(a wheel) or in {checkout} beside a pyproject.toml (a checkout); "
+        "install deepep_cupy again"
     )
     raise PlatformError(message)

@@ -1,0 +1,177 @@
+"""What every test folder shares: rank counts, marks by folder, skips with a reason, and their sum.
+
+``--ranks 1,2,4``
+    The rank counts of tests that take the argument ``num_ranks``; 5, 6 and 7 carry the mark
+    ``slow``: ``pytest --ranks 5,6,7 -m slow``.
+
+Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
+where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
+``tests/sim`` was skipped, the run fails: a green run has tested something.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MUST_RUN = ("cpu", "mpi", "sim")
+"""Folders of which at least one selected test must not be skipped."""
+MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
+SLOW_RANKS = (5, 6, 7)
+
+_outcomes: dict[str, Counter[str]] = {}
+_reasons: dict[str, Counter[str]] = {}
+
+
+# ------------------------------------------------------------------------------------ rank counts
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--ranks",
+        default="1,2,4",
+        help="rank counts of tests with the argument num_ranks (default: 1,2,4)",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "num_ranks" in metafunc.fixturenames:
+        text = metafunc.config.getoption("--ranks")
+        counts = [int(word) for word in text.split(",")]
+        slow = [pytest.mark.slow]
+        values = [pytest.param(n, id=f"R{n}", marks=slow * (n in SLOW_RANKS)) for n in counts]
+        metafunc.parametrize("num_ranks", values)
+
+
+# ------------------------------------------------------------------------------- marks and skips
+
+
+def pytest_itemcollected(item):
+    folder = _folder(item.path)
+    if folder in MARKED_BY_FOLDER:
+        item.add_marker(folder)
+
+
+def pytest_runtest_setup(item):
+    """Skip what this machine cannot run, and say what it lacks."""
+    if item.get_closest_marker("mpi") and (reason := _no_mpi()):
+        pytest.skip(reason)
+    if item.get_closest_marker("openmpi") and "Open MPI" not in _mpirun_version():
+        pytest.skip("needs Open MPI, and the mpirun of this environment is another")
+    if item.get_closest_marker("sim") and not shutil.which("g++"):
+        pytest.skip("needs a C++ compiler: g++ is not on PATH")
+    if mark := item.get_closest_marker("gpu"):
+        _skip_without_gpus(wanted=mark.args[0] if mark.args else 1)
+    if item.get_closest_marker("sm90") and min(_capabilities(), default=0) < 90:
+        pytest.skip(f"needs compute capability 9.0, got {_capabilities()}")
+
+
+def _skip_without_gpus(wanted):
+    found = len(_capabilities())
+    if found < wanted:
+        pytest.skip(f"needs {wanted} GPU(s), {found} found")
+
+
+@functools.cache
+def _no_mpi():
+    """Return why no ranks can be started here, or an empty text."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "needs MPI: mpi4py is not installed (pip install -e '.[mpich]')"
+    if _mpirun() is None:
+        return "needs MPI: no mpirun beside this Python or on PATH (pip install -e '.[mpich]')"
+    return ""
+
+
+def _mpirun():
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.is_file() else shutil.which("mpirun")
+
+
+@functools.cache
+def _mpirun_version():
+    mpirun = _mpirun()
+    if mpirun is None:
+        return ""
+    return subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+
+
+_LIST_GPUS = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+count = ctypes.c_int()
+assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for device in range(count.value):
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    assert cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
+    assert cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
+    print(10 * major.value + minor.value)
+"""
+
+
+@functools.cache
+def _capabilities():
+    """Return the compute capability of each visible GPU, asked for in another process."""
+    child = subprocess.run(
+        [sys.executable, "-c", _LIST_GPUS], capture_output=True, text=True, timeout=120, check=False
+    )
+    return tuple(int(line) for line in child.stdout.split()) if child.returncode == 0 else ()
+
+
+# --------------------------------------------------------------------- a folder that ran nothing
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _count_skip(report)
+    elif report.when == "call":
+        _outcomes.setdefault(_folder_of(report), Counter())["ran"] += 1
+
+
+def pytest_collectreport(report):
+    if report.skipped:  # a whole file: pytest.importorskip at its top
+        _count_skip(report)
+
+
+def _count_skip(report):
+    folder = _folder_of(report)
+    _outcomes.setdefault(folder, Counter())["skipped"] += 1
+    _reasons.setdefault(folder, Counter())[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.OK and _folders_that_ran_nothing():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    for folder in _folders_that_ran_nothing():
+        reasons = "; ".join(_reasons[folder])
+        count = _outcomes[folder]["skipped"]
+        terminalreporter.write_line(
+            f"FAILED tests/{folder}: all {count} tests were skipped: {reasons}", red=True
+        )
+
+
+def _folders_that_ran_nothing():
+    return [f for f in MUST_RUN if f in _outcomes and not _outcomes[f]["ran"]]
+
+
+def _folder_of(report):
+    return _folder(TESTS.parent / report.nodeid.split("::")[0])
+
+
+def _folder(path):
+    """Return the first folder of a path below ``tests``, or an empty text."""
+    parts = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
+    return parts[0] if len(parts) > 1 else ""
