@@ -1,0 +1,335 @@
+"""Rules of the whole repository that no linter knows: who may import, name and read what.
+
+Each rule has a counter-example beside it that it must catch, so that a rule cannot go blind.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "deepep_cupy"
+CUDA = PACKAGE / "kernels" / "cuda"
+MAX_LINES = 600
+
+GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cuda"}
+FORBIDDEN_IMPORTS = {
+    "plan": GPU_LIBRARIES | {"mpi4py"},
+    "reference": GPU_LIBRARIES | {"mpi4py"},
+    "kernels": {"deepep_cupy.transport", "deepep_cupy.api", "deepep_cupy.engines", "mpi4py"},
+    "transport": {"deepep_cupy.api", "deepep_cupy.engines", "deepep_cupy.cli"},
+    "engines": {"deepep_cupy.api", "deepep_cupy.cli"},
+    "api": {"deepep_cupy.cli"},
+}
+"""Sub-package → top-level names and modules that none of its files imports."""
+
+NAMED_ONLY_IN = {
+    "RawModule": {"kernels/compile.py", "kernels/ptx_module.py"},
+    "nvrtc": {"kernels/compile.py"},
+    "mpi4py": {"transport/mpi.py"},
+    "environ": {"env.py"},
+    "getenv": {"env.py"},
+    "environb": {"env.py"},
+    "putenv": {"env.py"},
+}
+"""Name in code (an import, a variable, an attribute; not a text) → the files that may use it."""
+
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "deepep_cupy",
+    "examples",
+    "ptx",
+    "pyproject.toml",
+    "tests",
+}
+
+
+# ------------------------------------------------------------------------------- reading the code
+
+
+def python_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def kernel_files() -> list[Path]:
+    return sorted([*CUDA.rglob("*.cu"), *CUDA.rglob("*.cuh")])
+
+
+def kept_files() -> list[Path]:
+    """The files git keeps; all files but hidden ones and build products where git is not there."""
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0 and listed.stdout:
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        folders = [ROOT / name for name in sorted(TOP_LEVEL)]
+        paths = [p for f in folders for p in ([f] if f.is_file() else f.rglob("*"))]
+    return [p for p in paths if p.is_file() and "__pycache__" not in p.parts]
+
+
+def relative(path: Path, to: Path = ROOT) -> str:
+    return path.relative_to(to).as_posix()
+
+
+def imports(source: str) -> set[str]:
+    """Dotted names of all that is imported, at the top, in a function or for types alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.add(str(node.args[0].value))
+    return found
+
+
+def covers(module: str, imported: str) -> bool:
+    """Tell whether importing ``imported`` imports from ``module``."""
+    return imported == module or imported.startswith(module + ".")
+
+
+def names(source: str) -> set[str]:
+    """Every identifier of the code: variables, attributes, parts of imported names."""
+    tree = ast.parse(source)
+    found = {part for name in imports(source) for part in name.split(".")}
+    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return found
+
+
+_CUDA_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+
+
+def cuda_code(source: str) -> str:
+    """CUDA text without comments and string literals, line numbers kept."""
+    return _CUDA_NOISE.sub(lambda noise: re.sub(r"[^\n]", " ", noise[0]), source)
+
+
+def lines_with(pattern: str, path: Path, text: str) -> list[str]:
+    return [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+# ---------------------------------------------------------------------------------- import rules
+
+
+@pytest.mark.parametrize("layer", sorted(FORBIDDEN_IMPORTS))
+def test_a_layer_does_not_import_what_lies_above_it(layer):
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in sorted((PACKAGE / layer).rglob("*.py"))
+        for name in sorted(imports(path.read_text()))
+        if any(covers(module, name) for module in FORBIDDEN_IMPORTS[layer])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_reference_imports_nothing_else_of_the_package():
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in sorted((PACKAGE / "reference").rglob("*.py"))
+        for name in sorted(imports(path.read_text()))
+        if covers("deepep_cupy", name) and not covers("deepep_cupy.reference", name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED_ONLY_IN))
+def test_a_name_is_used_only_where_it_belongs(name):
+    wrong = [
+        relative(path)
+        for path in python_files()
+        if relative(path, PACKAGE) not in NAMED_ONLY_IN[name] and name in names(path.read_text())
+    ]
+    allowed = ", ".join(sorted(NAMED_ONLY_IN[name]))
+    assert not wrong, f"only {allowed} may name {name}, and these do: {wrong}"
+
+
+def test_the_rules_see_every_way_to_import():
+    source = (
+        "import cupy.cuda as c\nfrom cupy.cuda import nvrtc\nimport importlib\n"
+        "def f():\n    from deepep_cupy import transport\n    importlib.import_module('mpi4py.MPI')\n"
+        "    return c.os.environ\n"
+        "x = 'RawModule in a text'  # RawModule in a comment\n"
+    )
+    assert {"cupy.cuda", "cupy.cuda.nvrtc", "deepep_cupy.transport", "mpi4py.MPI"} <= imports(
+        source
+    )
+    assert {"nvrtc", "environ", "mpi4py"} <= names(source)
+    assert "RawModule" not in names(source)
+    assert covers("deepep_cupy.api", "deepep_cupy.api.Buffer")
+    assert not covers("deepep_cupy.api", "deepep_cupy.apiary")
+
+
+def importing_program() -> Iterator[str]:
+    """The modules that must work where neither CuPy nor MPI can be imported."""
+    yield "deepep_cupy"
+    for layer in ("plan", "reference"):
+        for path in sorted((PACKAGE / layer).rglob("*.py")):
+            dotted = relative(path.with_suffix(""), ROOT).replace("/", ".")
+            yield dotted.removesuffix(".__init__")
+
+
+def test_plan_and_reference_work_without_cupy_and_mpi():
+    program = (
+        "import importlib, sys\n"
+        "for name in ('cupy', 'mpi4py', 'cuda'):\n"
+        "    sys.modules[name] = None\n"  # an import of it raises ImportError
+        f"for name in {list(importing_program())!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+
+
+# ----------------------------------------------------------------------------------- kernel text
+
+
+def test_instructions_stand_in_asm_alone():
+    wrong = [
+        line
+        for path in kernel_files()
+        if (CUDA / "asm") not in path.parents
+        for line in lines_with(r"\b(asm|__asm|__asm__)\b", path, cuda_code(path.read_text()))
+    ]
+    assert not wrong, "write a wrapper in kernels/cuda/asm/ for:\n" + "\n".join(wrong)
+
+
+def test_shared_memory_is_reached_through_the_accessor():
+    wrong = [
+        line
+        for path in kernel_files()
+        if (CUDA / "asm") not in path.parents
+        for line in lines_with(r"\b__shared__\b", path, cuda_code(path.read_text()))
+    ]
+    assert not wrong, "shared memory is one struct behind one accessor:\n" + "\n".join(wrong)
+
+
+def test_comments_and_texts_of_kernels_are_not_code():
+    text = 'a; // asm\n/* __shared__\n asm */ "asm" b; asm volatile("x");\n'
+    path = ROOT / "x.cu"
+    assert lines_with(r"\basm\b", path, cuda_code(text)) == ["x.cu:3: b; asm volatile(   );"]
+    assert not lines_with("__shared__", path, cuda_code(text))
+
+
+def test_ptx_is_a_folder_of_modules_and_no_package():
+    assert not list((ROOT / "ptx").rglob("*.py"))
+
+
+# ----------------------------------------------------------------------------------- environment
+
+
+def variables(text: str) -> set[str]:
+    return set(re.findall(r"\bDEEPEP_CUPY_[A-Z][A-Z0-9_]*\b", text))
+
+
+def test_every_variable_is_explained_in_the_readme_and_read_in_env():
+    env, readme = PACKAGE / "env.py", ROOT / "README.md"
+    for path in (env, readme):
+        if not path.is_file():
+            pytest.skip(f"{relative(path)} is not written yet")
+    read = variables(env.read_text())
+    explained = variables(readme.read_text())
+    assert read, "env.py names no variable"
+    assert read == explained, f"only in env.py: {read - explained}, in README: {explained - read}"
+    used = {
+        name: relative(path)
+        for path in kept_files()
+        if path.suffix in (".py", ".md", ".cu", ".cuh", ".ptx", ".toml")
+        and path.parent != ROOT / "tests" / "cpu"
+        for name in variables(path.read_text())
+    }
+    unknown = {name: path for name, path in used.items() if name not in read}
+    assert not unknown, f"named, and not known to env.py: {unknown}"
+
+
+# ---------------------------------------------------------------------------------- size and form
+
+
+def test_no_file_is_too_long_to_read():
+    long = {
+        relative(path): count
+        for path in [*python_files(), *kernel_files()]
+        if (count := len(path.read_text().splitlines())) > MAX_LINES
+    }
+    assert not long, f"split these files, the limit is {MAX_LINES} lines: {long}"
+
+
+def test_nothing_else_lies_at_the_top():
+    kept = {relative(path).split("/")[0] for path in kept_files()}
+    assert kept <= TOP_LEVEL, f"not of this project: {sorted(kept - TOP_LEVEL)}"
+
+
+# Written with a class of one letter where the rule would otherwise find itself.
+FOREIGN = (
+    r"\.\./share[d]|/work[/]|\b[l]ent\b"
+    r"|\b[Ii]ssues? #?\d|\b(?:design|style|cases|cuda_facts|deepep_facts|measured)\.m[d]\b"
+)
+
+
+def test_the_repository_speaks_of_itself_alone():
+    """No file cites what a reader of this repository cannot open."""
+    wrong = [
+        line
+        for path in kept_files()
+        if path.suffix != ".png"
+        for line in lines_with(FOREIGN, path, path.read_text(errors="replace"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+FOREIGN_EXAMPLES = (
+    "see ../share" + "d",
+    "/wor" + "k/main",
+    "a len" + "t machine",
+    "in issu" + "e 2",
+    "Issue" + "s #3",
+    "by style.m" + "d 5",
+)
+
+
+@pytest.mark.parametrize("text", FOREIGN_EXAMPLES)
+def test_foreign_words_are_found(text):
+    assert lines_with(FOREIGN, ROOT / "x", text)
+
+
+def test_every_python_file_says_what_it_is():
+    silent = [
+        relative(path)
+        for path in python_files()
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent, f"no docstring: {silent}"
