@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepep_cupy.errors import CompileError, PlatformError
@@ -23,8 +24,11 @@ __all__ = [
     "compiler_archs",
     "compiler_version",
     "digest_of",
+    "load",
     "nvrtc_options",
     "parse_arch",
+    "parse_resources",
+    "rawmodule_options",
     "target_for",
 ]
 
@@ -120,7 +124,7 @@ def nvrtc_options(target: Target) -> tuple[str, ...]:
 
 
 def rawmodule_options() -> tuple[str, ...]:
-    """Return the options for plain ``cupy.RawModule(code=...)``, which adds its own arch and ftz."""
+    """Return the options for plain ``cupy.RawModule(code=...)``; it adds its own arch and ftz."""
     return _COMMON_OPTIONS
 
 
@@ -167,7 +171,6 @@ def compile_text(
     entry: str,
     target: Target,
     options: Sequence[str] | None = None,
-    reproduce: str = "",
 ) -> Compiled:
     """Compile one text; no cache, no driver, no GPU.
 
@@ -177,7 +180,6 @@ def compile_text(
         entry: The ``extern "C"`` kernel whose resources are wanted.
         target: Architecture, and whether machine code is wanted.
         options: In place of ``nvrtc_options(target)``.
-        reproduce: A command that repeats this compile, for the error's last line.
 
     Raises:
         CompileError: With kernel, options, the compiler's words, and the numbered source round the
@@ -185,22 +187,53 @@ def compile_text(
         PlatformError: CuPy or NVRTC is not installed.
     """
     given = nvrtc_options(target) if options is None else tuple(options)
-    nvrtc = _nvrtc()
-    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
-        try:
-            nvrtc.compileProgram(program, given)
-        except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program) or str(error)
-            raise CompileError(_complaint(name, given, text, log, reproduce)) from None
-        log = nvrtc.getProgramLog(program)
-        ptx = _text(nvrtc.getPTX(program))
-        cubin = bytes(nvrtc.getCUBIN(program)) if target.cubin else b""
-    finally:
-        nvrtc.destroyProgram(program)
-    return Compiled(
-        name, entry, target, given, text, ptx, cubin, parse_resources(log, entry), log
-    )
+        log, ptx, cubin = _run_nvrtc(text, name, given, target.cubin)
+    except _NvrtcError as failure:
+        log = str(failure)
+        window = _source_window(log, text, name) or _ptx_window(log, text, name, given)
+        parts = [f"kernel {name} does not compile with options {' '.join(given)}:", log.strip()]
+        raise CompileError("\n".join([*parts, *window])) from None
+    return Compiled(name, entry, target, given, text, ptx, cubin, parse_resources(log, entry), log)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A function of a module that the driver has loaded on the current device.
+
+    Attributes:
+        entry: Its name.
+        function: The ``CUfunction``, as an integer.
+        keep: The objects that keep the module loaded.
+    """
+
+    entry: str
+    function: int
+    keep: tuple[Any, ...]
+
+
+def load(path: Path, entry: str) -> Loaded:
+    """Load a cubin or a PTX file on the current device and find a kernel in it.
+
+    Raises:
+        CompileError: The driver does not take the file, or there is no such kernel in it.
+        PlatformError: CuPy is not installed.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise PlatformError(
+            f"loading {path.name} needs CuPy ({error}); install deepep_cupy[cuda13] or [cuda12]"
+        ) from error
+    try:
+        module = cupy.RawModule(path=str(path))
+        kernel = module.get_function(entry)
+        return Loaded(entry, int(kernel.kernel.ptr), (module, kernel))
+    except Exception as error:
+        raise CompileError(
+            f"the driver does not load kernel {entry} from {path}: {error}; if it is PTX that is "
+            "newer than the driver, update the driver or install an NVRTC of the driver's version"
+        ) from error
 
 
 def parse_resources(log: str, entry: str) -> Resources:
@@ -220,30 +253,57 @@ def parse_resources(log: str, entry: str) -> Resources:
         registers=number(r"Used (\d+) registers", -1),
         shared_bytes=number(r"(\d+) bytes smem", 0),
         stack_bytes=number(r"(\d+) bytes stack frame", 0),
-        spill_bytes=number(r"(\d+) bytes spill stores", 0)
-        + number(r"(\d+) bytes spill loads", 0),
+        spill_bytes=number(r"(\d+) bytes spill stores", 0) + number(r"(\d+) bytes spill loads", 0),
     )
 
 
-def _complaint(name: str, options: Sequence[str], text: str, log: str, reproduce: str) -> str:
-    parts = [f"kernel {name} does not compile with options {' '.join(options)}:", log.strip()]
+class _NvrtcError(Exception):
+    """NVRTC refused a text; the message is its log."""
+
+
+def _run_nvrtc(text: str, name: str, options: Sequence[str], cubin: bool) -> tuple[str, str, bytes]:
+    """The log, the PTX and the machine code."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, tuple(options))
+        except nvrtc.NVRTCError as error:
+            raise _NvrtcError(nvrtc.getProgramLog(program) or str(error)) from None
+        code = bytes(nvrtc.getCUBIN(program)) if cubin else b""
+        return nvrtc.getProgramLog(program), _text(nvrtc.getPTX(program)), code
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _source_window(log: str, text: str, name: str) -> list[str]:
+    """The source round the first line that the compiler proper reported, if there is one."""
     found = re.search(r"^(.+?)\((\d+)\): (?:catastrophic )?error", log, re.MULTILINE)
-    if found:
-        where = f"{found[1]}:{found[2]}"
-        at = locate(text, found[1], int(found[2])) or (
-            int(found[2]) if found[1] == f"{name}.cu" else None
-        )
-        if at is not None:
-            parts += [f"source round {where}:", _window(text, at, int(found[2]))]
-    if reproduce:
-        parts.append(f"to see it again: {reproduce}")
-    return "\n".join(parts)
+    if found is None:
+        return []
+    file, line = found[1], int(found[2])
+    at = line if file == f"{name}.cu" else locate(text, file, line)
+    return [] if at is None else [f"source round {file}:{line}:", _window(text, at, line)]
+
+
+def _ptx_window(log: str, text: str, name: str, options: Sequence[str]) -> list[str]:
+    """The PTX round the first line that the assembler reported: inline ``asm`` gone wrong."""
+    found = re.search(r"ptx input, line (\d+); error", log)
+    if found is None:
+        return []
+    only_ptx = [option.replace("-arch=sm_", "-arch=compute_") for option in options]
+    try:
+        _, ptx, _ = _run_nvrtc(text, name, only_ptx, cubin=False)
+    except _NvrtcError:
+        return []
+    line = int(found[1])
+    return [f"PTX round line {line}:", _window(ptx, line, line)]
 
 
 def _window(text: str, at: int, shown: int) -> str:
     """Lines round line ``at`` of ``text``, numbered as in the file where it is line ``shown``."""
     lines = text.splitlines()
-    first, last = at, at
+    first = last = at = min(at, len(lines))
     while first > 1 and at - first < _WINDOW and not lines[first - 2].startswith("#line"):
         first -= 1
     while last < len(lines) and last - at < _WINDOW and not lines[last].startswith("#line"):
@@ -262,7 +322,7 @@ def _text(product: str | bytes) -> str:
 
 def _nvrtc() -> Any:
     try:
-        from cupy.cuda import nvrtc  # noqa: PLC0415 - only compiling needs it
+        from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
     except ImportError as error:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,9 +38,7 @@ _ANGLED = re.compile(r"\s*<[A-Za-z0-9_./]+>\s*(//.*)?$")
 _LINE = re.compile(r'#line (\d+) "([^"]*)"')
 
 
-def generate(
-    spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence[Path] = ()
-) -> str:
+def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence[Path] = ()) -> str:
     """Return the whole text of one kernel.
 
     Args:
@@ -52,11 +50,8 @@ def generate(
     Raises:
         CompileError: A file is missing, includes go round, or an include has an unknown form.
     """
-    title = (f"deepep_cupy {_version()}, kernel {spec.name}, entry {spec.entry}",)
-    values = ", ".join(f"{name}={int(value)}" for name, value in constants.items())
-    head = [f"// {line}" for line in (*title, *_wrapped(values, 96))]
-    body = flatten(spec.source, search=search, generated=prelude(spec, constants))
-    return "\n".join(head) + "\n" + body
+    title = f"// deepep_cupy {_version()}, kernel {spec.name}, entry {spec.entry}\n"
+    return title + flatten(spec.source, search=search, generated=prelude(spec, constants))
 
 
 def prelude(spec: KernelSpec, constants: Mapping[str, int]) -> str:
@@ -182,18 +177,6 @@ def _constant(name: str, value: int) -> str:
         return f"constexpr bool {name} = {'true' if value else 'false'};"
     ctype = "int" if -(1 << 31) <= value < 1 << 31 else "long long"
     return f"constexpr {ctype} {name} = {value};"
-
-
-def _wrapped(text: str, width: int) -> Iterable[str]:
-    line = ""
-    for word in text.split(" "):
-        if line and len(line) + 1 + len(word) > width:
-            yield line
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    if line:
-        yield line
 
 
 def _version() -> str:

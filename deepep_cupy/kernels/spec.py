@@ -117,7 +117,7 @@ class Struct:
         for param in self.params:
             extent = "" if param.count is None else f"[{param.count}]"
             comment = f"  // {param.doc}" if param.doc else ""
-            lines.append(f"  {param.type_name} {param.name}{extent};{comment}")
+            lines.append(f"    {param.type_name} {param.name}{extent};{comment}")
         lines.append("};")
         return "\n".join(lines)
 
@@ -130,16 +130,14 @@ class Struct:
             if isinstance(param.ctype, Struct):
                 element = param.ctype.layout(constants)
                 size, align = element.nbytes, element.align
+                offset = -(-end // align) * align
+                for index in range(count):
+                    where = param.name if param.count is None else f"{param.name}[{index}]"
+                    for path, field in element.fields.items():
+                        fields[f"{where}.{path}"] = field.moved(offset + index * size)
             else:
-                element = None
                 size = align = _size(param.ctype)
-            offset = -(-end // align) * align
-            for index in range(count if element is not None else 0):
-                where = param.name if param.count is None else f"{param.name}[{index}]"
-                assert element is not None
-                for path, field in element.fields.items():
-                    fields[f"{where}.{path}"] = field.moved(offset + index * size)
-            if isinstance(param.ctype, str):
+                offset = -(-end // align) * align
                 length = None if param.count is None else count
                 fields[param.name] = Field(param.ctype, offset, length)
             end = offset + count * size
