@@ -174,8 +174,8 @@ def test_a_name_is_used_only_where_it_belongs(name):
 def test_the_rules_see_every_way_to_import():
     source = (
         "import cupy.cuda as c\nfrom cupy.cuda import nvrtc\nimport importlib\n"
-        "def f():\n    from deepep_cupy import transport\n    importlib.import_module('mpi4py.MPI')\n"
-        "    return c.os.environ\n"
+        "def f():\n    from deepep_cupy import transport\n"
+        "    importlib.import_module('mpi4py.MPI')\n    return c.os.environ\n"
         "x = 'RawModule in a text'  # RawModule in a comment\n"
     )
     assert {"cupy.cuda", "cupy.cuda.nvrtc", "deepep_cupy.transport", "mpi4py.MPI"} <= imports(
