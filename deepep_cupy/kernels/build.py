@@ -189,7 +189,7 @@ def build(request: Request, cache: KernelCache) -> Built:
     except CompileError as error:
         kept = cache.keep_failed(f"{request.label}.cu", text)
         again = f"python -m deepep_cupy kernels compile --file {kept} --arch {request.target}"
-        raise CompileError(f"{error}\nto see it again: {again}") from error
+        raise CompileError(f"{error}\nto see it again: {again}") from None
     files = {f"{name}.cu": text.encode(), f"{name}.ptx": compiled.ptx.encode()}
     if compiled.cubin:
         files[f"{name}.cubin"] = compiled.cubin

@@ -271,7 +271,7 @@ def _run_nvrtc(text: str, name: str, options: Sequence[str], cubin: bool) -> tup
         except nvrtc.NVRTCError as error:
             raise _NvrtcError(nvrtc.getProgramLog(program) or str(error)) from None
         code = bytes(nvrtc.getCUBIN(program)) if cubin else b""
-        return nvrtc.getProgramLog(program), _text(nvrtc.getPTX(program)), code
+        return nvrtc.getProgramLog(program), _portable(_text(nvrtc.getPTX(program))), code
     finally:
         nvrtc.destroyProgram(program)
 
@@ -318,6 +318,12 @@ def _text(product: str | bytes) -> str:
     """PTX as text; NVRTC ends it with a zero byte."""
     text = product.decode() if isinstance(product, bytes) else product
     return text.rstrip("\0")
+
+
+def _portable(ptx: str) -> str:
+    """PTX whose ``.file`` lines do not name the folder that this process happens to run in."""
+    here = re.escape(Path.cwd().as_posix().rstrip("/"))
+    return re.sub(rf'^(\s*\.file\s+\d+\s+"){here}/', r"\1", ptx, flags=re.MULTILINE)
 
 
 def _nvrtc() -> Any:

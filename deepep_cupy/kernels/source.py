@@ -43,7 +43,7 @@ def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence
 
     Args:
         spec: The kernel.
-        constants: Name -> value, from ``plan.constants``; a ``bool`` becomes a C ``bool``.
+        constants: Name -> value, from ``plan.constants``.
         search: Folders looked into before ``kernels/cuda``, e.g. the simulator's, whose
             ``asm/*.cuh`` then take the place of ours.
 
@@ -55,8 +55,16 @@ def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence
 
 
 def prelude(spec: KernelSpec, constants: Mapping[str, int]) -> str:
-    """Return the generated C text: one ``constexpr`` a constant, then the parameter struct."""
-    lines = [_constant(name, value) for name, value in constants.items()]
+    """Return the generated C text: the constants, then the parameter struct."""
+    # Enumerators, not ``constexpr`` variables: NVRTC gives every namespace-scope variable a word of
+    # device memory and a ``.global`` line in the PTX, used or not.
+    small = [(name, value) for name, value in constants.items() if _is_int(value)]
+    large = [(name, value) for name, value in constants.items() if not _is_int(value)]
+    lines = []
+    for ctype, group in (("int", small), ("long long", large)):
+        if group:
+            entries = [f"    {name} = {int(value)}," for name, value in group]
+            lines += [f"enum : {ctype} {{", *entries, "};"]
     struct = spec.struct
     for inner in (*struct.inner(), struct):
         lines += ["", inner.declaration()]
@@ -172,11 +180,8 @@ def _refused(where: str, row: str, what: str) -> CompileError:
     )
 
 
-def _constant(name: str, value: int) -> str:
-    if isinstance(value, bool):
-        return f"constexpr bool {name} = {'true' if value else 'false'};"
-    ctype = "int" if -(1 << 31) <= value < 1 << 31 else "long long"
-    return f"constexpr {ctype} {name} = {value};"
+def _is_int(value: int) -> bool:
+    return -(1 << 31) <= value < 1 << 31
 
 
 def _version() -> str:
