@@ -1,0 +1,203 @@
+"""Free memory as a sorted list of segments, each with the work that may still touch it.
+
+A segment is free for the host but perhaps not for the device: kernels queued before its last
+array died may still run. ``pending`` says which: one ``Mark`` a stream. Neighbours melt into one
+segment only where the same streams are pending on both, so that a block that a slow side stream
+has read does not make the whole pool wait for that stream; an allocation may span neighbours that
+did not melt.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeAlias
+
+__all__ = ["FreeList", "Mark", "Segment", "Stream"]
+
+Stream: TypeAlias = Hashable
+"""A CUDA stream as the engine holds it; equal objects are one stream."""
+
+
+class Mark:
+    """All work queued on ``stream`` up to ``tick`` of the pool's clock.
+
+    Attributes:
+        stream: Held, so that the stream outlives the work that is waited for.
+        tick: The clock when the memory was given back.
+        event: Recorded behind that work, or ``None`` while nobody needed one.
+        covers: The clock when ``event`` was recorded: it stands for everything up to there.
+    """
+
+    __slots__ = ("covers", "event", "stream", "tick")
+
+    def __init__(self, stream: Stream, tick: int) -> None:
+        self.stream = stream
+        self.tick = tick
+        self.event: Any = None
+        self.covers = tick
+
+
+class Segment:
+    """``[offset, end)`` is free once the work of all ``pending`` marks is over."""
+
+    __slots__ = ("end", "offset", "pending")
+
+    def __init__(self, offset: int, end: int, pending: dict[Stream, Mark]) -> None:
+        self.offset = offset
+        self.end = end
+        self.pending = pending
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the segment."""
+        return self.end - self.offset
+
+
+class FreeList:
+    """Segments in address order."""
+
+    __slots__ = ("_offsets", "_segments", "nbytes")
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._offsets: list[int] = []
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def insert(self, segment: Segment) -> None:
+        """Give a segment back; it melts into neighbours with the same streams pending."""
+        self.nbytes += segment.nbytes
+        at = bisect_left(self._offsets, segment.offset)
+        if at < len(self._segments):
+            behind = self._segments[at]
+            if behind.offset == segment.end and behind.pending.keys() == segment.pending.keys():
+                segment.end = behind.end
+                _take_newer(segment.pending, behind.pending)
+                del self._segments[at], self._offsets[at]
+        if at > 0:
+            before = self._segments[at - 1]
+            if before.end == segment.offset and before.pending.keys() == segment.pending.keys():
+                before.end = segment.end
+                _take_newer(before.pending, segment.pending)
+                return
+        self._segments.insert(at, segment)
+        self._offsets.insert(at, segment.offset)
+
+    def first_fit(
+        self, nbytes: int, ready: Callable[[Segment], bool], *, start: int = 0
+    ) -> int | None:
+        """Lowest place at or above ``start`` where ready neighbours hold ``nbytes``."""
+        low = high = -1
+        segments = self._segments
+        first = max(bisect_right(self._offsets, start) - 1, 0) if start else 0
+        for at in range(first, len(segments)):
+            segment = segments[at]
+            if not ready(segment):
+                high = -1
+                continue
+            if segment.offset != high:
+                low = max(segment.offset, start)
+            high = segment.end
+            if high - low >= nbytes:
+                return low
+        return None
+
+    def last_fit(self, nbytes: int, ready: Callable[[Segment], bool]) -> int | None:
+        """Highest place where ready neighbours hold ``nbytes``."""
+        low = high = -1
+        for segment in reversed(self._segments):
+            if not ready(segment):
+                low = -1
+                continue
+            if segment.end != low:
+                high = segment.end
+            low = segment.offset
+            if high - low >= nbytes:
+                return high - nbytes
+        return None
+
+    def cheapest_fit(
+        self, nbytes: int, cost: Callable[[Segment], tuple[int, int] | None]
+    ) -> int | None:
+        """The place, at the beginning of a segment, that costs the least waiting.
+
+        Args:
+            nbytes: Length wanted.
+            cost: (streams to wait for, newest tick among them) of a segment; ``None``: unusable.
+        """
+        best: tuple[int, int, int] | None = None
+        segments = self._segments
+        for first, head in enumerate(segments):
+            waits, newest, end = 0, 0, head.offset
+            for segment in segments[first:]:
+                price = cost(segment)
+                if segment.offset != end or price is None:
+                    break
+                waits, newest, end = max(waits, price[0]), max(newest, price[1]), segment.end
+                if end - head.offset >= nbytes:
+                    found = (waits, newest, head.offset)
+                    best = found if best is None or found < best else best
+                    break
+        return None if best is None else best[2]
+
+    def take(self, offset: int, nbytes: int) -> dict[Stream, Mark]:
+        """Cut ``[offset, offset + nbytes)`` out and return what is pending on it.
+
+        The range must be free: it comes from one of the searches.
+        """
+        end = offset + nbytes
+        first = bisect_right(self._offsets, offset) - 1
+        last = first
+        pending: dict[Stream, Mark] = {}
+        rest: list[Segment] = []
+        while True:
+            segment = self._segments[last]
+            _take_newer(pending, segment.pending)
+            if segment.offset < offset:
+                rest.append(Segment(segment.offset, offset, dict(segment.pending)))
+            if segment.end > end:
+                rest.append(Segment(end, segment.end, dict(segment.pending)))
+            last += 1
+            if segment.end >= end:
+                break
+        self._segments[first:last] = rest
+        self._offsets[first:last] = [segment.offset for segment in rest]
+        self.nbytes -= nbytes
+        return pending
+
+    def take_overlap(self, offset: int, end: int) -> list[Segment]:
+        """Cut out whatever is free within ``[offset, end)``."""
+        inside = [
+            (max(segment.offset, offset), min(segment.end, end))
+            for segment in self._segments
+            if segment.offset < end and segment.end > offset
+        ]
+        return [Segment(low, high, self.take(low, high - low)) for low, high in inside]
+
+    def drain(self) -> list[Segment]:
+        """Take everything."""
+        segments, self._segments, self._offsets, self.nbytes = self._segments, [], [], 0
+        return segments
+
+    def largest(self) -> int:
+        """Bytes of the longest run of neighbours, whatever is pending on them."""
+        best, low, high = 0, -1, -1
+        for segment in self._segments:
+            if segment.offset != high:
+                low = segment.offset
+            high = segment.end
+            best = max(best, high - low)
+        return best
+
+
+def _take_newer(into: dict[Stream, Mark], marks: dict[Stream, Mark]) -> None:
+    for stream, mark in marks.items():
+        known = into.get(stream)
+        if known is None or known.tick < mark.tick:
+            into[stream] = mark
