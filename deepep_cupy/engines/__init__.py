@@ -1,1 +1,1 @@
-"""One protocol (``base``), two engines: ``cuda`` (kernels over NVLink) and ``host`` (NumPy, MPI)."""
+"""One protocol (``base``), two engines: ``cuda`` (kernels, NVLink) and ``host`` (NumPy, MPI)."""

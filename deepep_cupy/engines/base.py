@@ -92,12 +92,14 @@ class CombineCall:
         routing: The routing of the handle.
         topk_weights: ``[N, K]`` float32, or ``None``.
         biases: Zero to two arrays ``[T, H]`` of the dtype of ``x``.
+        own: True when the result is to be ordinary memory rather than pool memory.
     """
 
     x: Array
     routing: Routing
     topk_weights: Array | None
     biases: tuple[Array, ...]
+    own: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +174,19 @@ class Engine(Protocol):
         ...
 
     def reset(self) -> None:
-        """Collective. Bring a poisoned engine back to work; older routings stay valid."""
+        """Collective. Bring a poisoned engine back to work; older routings stay valid.
+
+        Begins with ``Rendezvous.barrier`` (bounded, names who is late) and ends with another,
+        after which every rank has cleared its line of the abort board.
+        """
         ...
 
     def close(self, *, collective: bool) -> None:
-        """Free everything. ``collective=False`` frees what can be freed alone."""
+        """Free everything but the group and the board, which the Buffer frees afterwards.
+
+        ``collective=True`` begins with ``Rendezvous.barrier``, frees, and meets a second time:
+        where it returns on one rank, it returns on all, and what blocks may follow. Where it
+        raises, peers may still write here, and what they can reach is left as it is.
+        ``collective=False`` waits for nobody and frees what can be freed alone.
+        """
         ...

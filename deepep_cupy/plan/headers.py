@@ -19,7 +19,9 @@ word (32 bits)     meaning
 ``refusal_value``  the token, size or argument the refusal is about
 ``capacity``       rows the sender's receive block holds
 ``rows_offset``    the sender's block of rows, in units of ``OFFSET_UNIT`` bytes
-``meta_offset``    the sender's block of indices and weights, same unit
+``meta_offset``    the sender's array of source indices (dispatch) or weights (combine)
+``weights_offset`` dispatch: the sender's array for received weights, same unit
+``index_offset``   dispatch: the sender's array for received ``topk_idx``, same unit
 ``num_rows``       tokens sent (dispatch) or rows held (combine)
 =================  =========================================================================
 
@@ -34,6 +36,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "ARGUMENTS",
     "DTYPE_CODES",
     "OFFSET_UNIT",
     "SIGNATURE",
@@ -46,10 +49,11 @@ __all__ = [
     "difference",
     "dtype_code",
     "dtype_name",
+    "verdict",
 ]
 
-OFFSET_UNIT = 512
-"""Block offsets travel in this unit, so that 32 bits reach 2 TiB."""
+OFFSET_UNIT = 16
+"""Offsets into the symmetric region travel in this unit, so that 32 bits reach 64 GiB."""
 
 
 class Kind(IntEnum):
@@ -90,6 +94,8 @@ WORDS = (
     "capacity",
     "rows_offset",
     "meta_offset",
+    "weights_offset",
+    "index_offset",
     "num_rows",
 )
 
@@ -102,6 +108,22 @@ _FIELD_NAMES = {
     "layout": "where the routing comes from",
     "birth": "the dispatch call that made the handle",
 }
+
+
+ARGUMENTS = (
+    "",
+    "x",
+    "handle",
+    "topk_idx",
+    "topk_weights",
+    "is_token_in_rank",
+    "num_tokens_per_rank",
+    "num_tokens_per_rdma_rank",
+    "num_tokens_per_expert",
+    "expert_alignment",
+    "bias",
+)
+"""``refusal_value`` of ``RefusalCode.ARGUMENT``: which argument, 0 where it is none alone."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,9 @@ def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0
         limit: ``num_max_tokens_per_rank`` or ``num_experts``, where the code speaks of one.
     """
     reasons = {
-        RefusalCode.ARGUMENT: "its arguments were refused there (see the error on that rank)",
+        RefusalCode.ARGUMENT: (
+            f"its {_argument_name(refusal.value)} not allowed (see the error on that rank)"
+        ),
         RefusalCode.TOO_MANY_TOKENS: (
             f"it has {refusal.value} tokens, more than num_max_tokens_per_rank = {limit}"
         ),
@@ -144,6 +168,44 @@ def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0
     }
     why = reasons.get(refusal.code, f"code {int(refusal.code)}, value {refusal.value}")
     return f"{operation}(): rank {rank} refused the call: {why}; nothing was moved on any rank."
+
+
+def _argument_name(value: int) -> str:
+    known = 0 < value < len(ARGUMENTS)
+    return f"argument '{ARGUMENTS[value]}' is" if known else "arguments are"
+
+
+def verdict(
+    operation: str,
+    headers: Sequence[Mapping[str, int]],
+    *,
+    num_max_tokens_per_rank: int,
+    num_experts: int | None,
+) -> str | None:
+    """What all ranks make of all headers: different calls first, then refusals, then the rest.
+
+    Args:
+        operation: Name of the method this rank is in.
+        headers: One mapping word → value a rank, in rank order.
+        num_max_tokens_per_rank: M of the Buffer.
+        num_experts: E of the Buffer.
+
+    Returns:
+        The sentence of the ``ContractError`` to raise, or ``None`` where rows may move.
+    """
+    if len({header["kind"] for header in headers}) > 1:
+        return difference(operation, headers)
+    refused = [rank for rank, header in enumerate(headers) if header["refusal"]]
+    if not refused:
+        return difference(operation, headers)
+    first = headers[refused[0]]
+    code = first["refusal"]
+    known = RefusalCode(code) if code in set(RefusalCode) else RefusalCode.ARGUMENT
+    many = known == RefusalCode.TOO_MANY_TOKENS
+    limit = num_max_tokens_per_rank if many else num_experts or 0
+    text = describe_refusal(operation, refused[0], Refusal(known, first["refusal_value"]), limit)
+    also = ", ".join(str(rank) for rank in refused[1:])
+    return f"{text[:-1]} (refused too on: {also})." if also else text
 
 
 def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | None:
@@ -207,7 +269,7 @@ DTYPE_CODES = {
     "float8_e4m3fn": 13,
     "float8_e5m2": 14,
 }
-"""dtype name → code, for the dtypes combine can add (but the FP8 ones) or dispatch knows by name."""
+"""dtype name → code: dtypes combine can add (all but FP8), or dispatch knows by name."""
 
 
 def dtype_code(name: str, itemsize: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAX_EXPERTS", "MAX_RANKS", "MAX_TOPK", "BufferSpec"]
+__all__ = ["MAX_EXPERTS", "MAX_RANKS", "MAX_TOPK", "BufferSpec", "pool_bytes_hint"]
 
 MAX_RANKS = 8
 """Ranks of one node."""
@@ -49,3 +49,23 @@ class BufferSpec:
     def max_recv_tokens(self) -> int:
         """R * M: the most rows one rank can receive in one call."""
         return self.num_ranks * self.num_max_tokens_per_rank
+
+
+_BLOCK = 512
+"""Alignment of blocks in the pool."""
+_LIVE_DISPATCHES = 3
+"""Worst-case receives that fit at once: two alive and one under way."""
+_SLACK = 32 << 20
+
+
+def pool_bytes_hint(spec: BufferSpec) -> int:
+    """Bytes of symmetric memory a Buffer takes per rank when the caller names none.
+
+    Three worst-case receives (``R * M`` rows, with their indices, weights and source tokens), one
+    block of as many rows for expert outputs, and some slack.
+    """
+    rows = spec.max_recv_tokens
+    parts = (spec.max_row_bytes, 8 * spec.num_topk, 4 * spec.num_topk, 4)
+    receive = sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)
+    outputs = -(-rows * spec.max_row_bytes // _BLOCK) * _BLOCK
+    return _LIVE_DISPATCHES * receive + outputs + _SLACK

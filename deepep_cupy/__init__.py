@@ -1,0 +1,70 @@
+"""Expert-parallel dispatch and combine for MPI programs, on CuPy or NumPy arrays.
+
+MPI starts the ranks, ``Buffer`` moves rows of arrays to the ranks that hold their experts and
+sums them on the way back: between the GPUs of one node, or, on a machine with none, between
+processes. Names are DeepEP's. Importing this package needs neither CuPy nor MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepep_cupy.api.buffer import Buffer
+    from deepep_cupy.api.handle import DispatchHandle
+    from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
+    from deepep_cupy.errors import (
+        CompileError,
+        ContractError,
+        DeepEPCupyError,
+        PeerAbortedError,
+        PeerTimeoutError,
+        PlatformError,
+        StateError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "CombineResult",
+    "CompileError",
+    "ContractError",
+    "DeepEPCupyError",
+    "DispatchHandle",
+    "DispatchResult",
+    "LayoutResult",
+    "PeerAbortedError",
+    "PeerTimeoutError",
+    "PlatformError",
+    "StateError",
+    "__version__",
+]
+
+_HOME = {
+    "Buffer": "api.buffer",
+    "CombineResult": "api.results",
+    "CompileError": "errors",
+    "ContractError": "errors",
+    "DeepEPCupyError": "errors",
+    "DispatchHandle": "api.handle",
+    "DispatchResult": "api.results",
+    "LayoutResult": "api.results",
+    "PeerAbortedError": "errors",
+    "PeerTimeoutError": "errors",
+    "PlatformError": "errors",
+    "StateError": "errors",
+}
+"""Public name → module it lives in. Loaded when first asked for: commands that need little stay
+light."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deepep_cupy' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"deepep_cupy.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

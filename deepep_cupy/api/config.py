@@ -1,0 +1,190 @@
+"""The constructor's arguments: checked alone, compared across ranks, turned into a ``BufferSpec``.
+
+Whatever is wrong on one rank is told to all before anybody raises, so that no rank is left
+waiting in the constructor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from deepep_cupy import env
+from deepep_cupy.engines.select import ENGINES
+from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError
+from deepep_cupy.plan.spec import MAX_EXPERTS, MAX_RANKS, MAX_TOPK, BufferSpec
+from deepep_cupy.transport.group import Group
+
+__all__ = ["BufferArguments", "agree", "resolve_dtype"]
+
+_LOCAL_FIELDS = ("num_sms", "device")
+"""Arguments that may differ between ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferArguments:
+    """What the user passed to ``Buffer``; see there."""
+
+    num_max_tokens_per_rank: Any
+    hidden: Any
+    num_topk: Any
+    num_experts: Any
+    dtype: Any
+    pool_bytes: Any
+    num_sms: Any
+    engine: Any
+    device: Any
+    timeout_s: Any
+    ranks_per_node: Any
+
+    def complaint(self, num_ranks: int) -> str | None:
+        """What is wrong with them, as far as one rank can tell; ``None`` if nothing is."""
+        for name, low, high, optional in (
+            ("num_max_tokens_per_rank", 1, 1 << 30, False),
+            ("hidden", 1, 1 << 30, False),
+            ("num_topk", 0, MAX_TOPK, False),
+            ("num_experts", 1, MAX_EXPERTS, True),
+            ("pool_bytes", 1, 1 << 50, True),
+            ("num_sms", 1, 1 << 16, True),
+            ("device", 0, 1 << 16, True),
+            ("ranks_per_node", 1, 1 << 16, True),
+        ):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if not _is_int(value) or not low <= value <= high:
+                return (
+                    f"argument '{name}' must be a whole number from {low} to {high}, got {value!r}"
+                )
+        if self.num_experts is not None and self.num_experts % num_ranks:
+            return (
+                f"argument 'num_experts' must be a multiple of the {num_ranks} ranks, got "
+                f"{self.num_experts}"
+            )
+        if self.num_topk > 0 and self.num_experts is None:
+            return (
+                f"argument 'num_experts' must be given where num_topk = {self.num_topk}; "
+                f"num_topk=0 is for dispatch by is_token_in_rank alone"
+            )
+        return self._complaint_about_the_rest()
+
+    def _complaint_about_the_rest(self) -> str | None:
+        seconds = self.timeout_s
+        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            return f"argument 'timeout_s' must be a positive number of seconds, got {seconds!r}"
+        if self.engine not in ENGINES:
+            return f"argument 'engine' must be one of {', '.join(ENGINES)}, got {self.engine!r}"
+        try:
+            resolve_dtype(self.dtype)
+        except (TypeError, ValueError):
+            return f"argument 'dtype' must be a dtype of NumPy or ml_dtypes, got {self.dtype!r}"
+        return None
+
+    def comparable(self) -> dict[str, str]:
+        """Field → text, for the fields that must be equal on all ranks."""
+        texts = {
+            each.name: repr(_plain(getattr(self, each.name)))
+            for each in fields(self)
+            if each.name not in _LOCAL_FIELDS
+        }
+        try:
+            texts["dtype"] = repr(resolve_dtype(self.dtype).name)
+        except (TypeError, ValueError):
+            texts["dtype"] = repr(self.dtype)
+        return texts
+
+    def spec(self, rank: int, num_ranks: int) -> BufferSpec:
+        """Sizes for the engine, from arguments that have been checked."""
+        return BufferSpec(
+            num_ranks=num_ranks,
+            rank=rank,
+            num_max_tokens_per_rank=int(self.num_max_tokens_per_rank),
+            max_row_bytes=int(self.hidden) * resolve_dtype(self.dtype).itemsize,
+            num_topk=int(self.num_topk),
+            num_experts=None if self.num_experts is None else int(self.num_experts),
+            timeout_s=float(self.timeout_s),
+            pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
+            num_sms=None if self.num_sms is None else int(self.num_sms),
+        )
+
+
+def resolve_dtype(dtype: Any) -> np.dtype[Any]:
+    """A NumPy dtype from what a user writes: ``"bfloat16"``, ``np.float32``, a dtype, …
+
+    Raises:
+        TypeError: It names no dtype of NumPy or ml_dtypes, or one with references.
+    """
+    known = getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype
+    resolved = np.dtype(known)
+    if dtype is None or resolved.hasobject or resolved.itemsize == 0:
+        raise TypeError(f"{dtype!r} is no dtype of plain bytes")
+    return resolved
+
+
+def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
+    """Compare all ranks' arguments, versions and places. Collective, and blocking.
+
+    Raises:
+        ContractError: On every rank, when an argument is wrong or differs.
+        PlatformError: On every rank, when these ranks cannot work together.
+    """
+    complaint = arguments.complaint(group.size)
+    platform = _complaint_about_ranks(group, arguments)
+    mine = {"version of deepep_cupy": version, **arguments.comparable()}
+    told = group.allgather((complaint, platform, mine))
+    _raise_first(PlatformError, [each[1] for each in told])
+    compared = [each[2] for each in told]
+    for field in mine:
+        values = [each.get(field) for each in compared]
+        if len(set(values)) > 1:
+            said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ContractError(f"Buffer(): '{field}' must be the same on all ranks, got {said}.")
+    _raise_first(ContractError, [each[0] for each in told])
+    return arguments.spec(group.rank, group.size)
+
+
+def _raise_first(kind: type[DeepEPCupyError], complaints: list[str | None]) -> None:
+    for rank, complaint in enumerate(complaints):
+        if complaint is not None:
+            raise kind(f"Buffer(): {complaint}, on rank {rank}.")
+
+
+def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | None:
+    """Why these ranks cannot share a Buffer, or ``None``."""
+    launched = env.launcher_size()
+    if group.world_size == 1 and launched > 1:
+        return (
+            f"mpirun started {launched} processes, but each sees a world of its own with 1 rank: "
+            f"this mpirun belongs to another MPI than mpi4py uses; start with the mpirun beside "
+            f"this Python, or install mpi4py for the MPI of that mpirun"
+        )
+    if group.size > MAX_RANKS:
+        return (
+            f"the communicator has {group.size} ranks, more than the {MAX_RANKS} a Buffer can "
+            f"join; split it into groups with comm.Split()"
+        )
+    per_node = arguments.ranks_per_node
+    per_node = int(per_node) if _is_int(per_node) else group.size
+    if group.node_size != group.size or 0 < per_node < group.size:
+        here = min(group.node_size, per_node)
+        return (
+            f"the communicator spans several nodes ({here} of its {group.size} ranks are on "
+            f"{group.host}), and a Buffer works inside one; use "
+            f"comm.Split_type(MPI.COMM_TYPE_SHARED)"
+        )
+    return None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """``np.int64(3)`` and 3 are the same argument, and so are 100 and 100.0 seconds."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,159 @@
+"""Environment variables: one table, and the only place that reads ``os.environ``.
+
+Values are read when they are needed, never at import, so a test or a script may set them late.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepep_cupy.errors import ContractError
+
+__all__ = [
+    "VARIABLES",
+    "Variable",
+    "assert_cached",
+    "cache_dir",
+    "launcher_rank",
+    "launcher_size",
+    "loads",
+    "log_level",
+    "path",
+    "read",
+]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: Its name.
+        default: The text used where it is unset or empty.
+        doc: One sentence.
+        choices: The legal texts; empty where any text is legal.
+    """
+
+    name: str
+    default: str
+    doc: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> str:
+        """How the README shows what may be written: the choices, or ``text``."""
+        return " | ".join(self.choices) if self.choices else "text"
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "DEEPEP_CUPY_LOADS",
+        "auto",
+        "Load instruction of row data in kernels: nc (non-coherent where the policy table allows "
+        "it), coherent (never), auto (the policy table).",
+        ("auto", "nc", "coherent"),
+    ),
+    Variable(
+        "DEEPEP_CUPY_PATH",
+        "auto",
+        "Copy path of the CUDA kernels: bulk (bulk copies, sm_90 and up), ldst (16-byte loads and "
+        "stores, any GPU), auto (bulk where the GPU has it).",
+        ("auto", "bulk", "ldst"),
+    ),
+    Variable(
+        "DEEPEP_CUPY_CACHE_DIR",
+        "",
+        "Folder of compiled kernels; unset: deepep_cupy under $XDG_CACHE_HOME or ~/.cache.",
+    ),
+    Variable(
+        "DEEPEP_CUPY_ASSERT_CACHED",
+        "0",
+        "1: a kernel that is not in the cache is a CompileError instead of being compiled.",
+        ("0", "1"),
+    ),
+    Variable(
+        "DEEPEP_CUPY_LOG",
+        "info",
+        "Lowest level of the lines on standard error (used only where the program has not set up "
+        "logging itself).",
+        ("debug", "info", "warning", "error"),
+    ),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def read(name: str) -> str:
+    """Value of a variable of the table, lower case where it has choices.
+
+    Raises:
+        ContractError: The value is none of the choices.
+    """
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, "").strip() or variable.default
+    if not variable.choices:
+        return text
+    if text.lower() not in variable.choices:
+        raise ContractError(
+            f"environment variable {name} must be one of {', '.join(variable.choices)}, got "
+            f"{text!r}."
+        )
+    return text.lower()
+
+
+def loads() -> str:
+    """``DEEPEP_CUPY_LOADS``."""
+    return read("DEEPEP_CUPY_LOADS")
+
+
+def path() -> str:
+    """``DEEPEP_CUPY_PATH``."""
+    return read("DEEPEP_CUPY_PATH")
+
+
+def assert_cached() -> bool:
+    """``DEEPEP_CUPY_ASSERT_CACHED``."""
+    return read("DEEPEP_CUPY_ASSERT_CACHED") == "1"
+
+
+def log_level() -> str:
+    """``DEEPEP_CUPY_LOG``."""
+    return read("DEEPEP_CUPY_LOG")
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels; it need not exist yet."""
+    chosen = read("DEEPEP_CUPY_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base and Path(base).is_absolute() else _home() / ".cache"
+    return root / "deepep_cupy"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME and no passwd entry, as in some containers
+        return Path("/tmp") / f"deepep_cupy-{os.getuid()}"
+
+
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def launcher_size() -> int:
+    """Processes that ``mpirun`` says it started, 1 where there is no ``mpirun``."""
+    return max([1, *(_integer(name) for name in _SIZE_VARIABLES)])
+
+
+def launcher_rank() -> int:
+    """Rank that ``mpirun`` gave this process, 0 where there is no ``mpirun``; needs no MPI."""
+    return max([0, *(_integer(name) for name in _RANK_VARIABLES)])
+
+
+def _integer(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else -1
