@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +271,7 @@ def _run_nvrtc(text: str, name: str, options: Sequence[str], cubin: bool) -> tup
             nvrtc.compileProgram(program, tuple(options))
         except nvrtc.NVRTCError as error:
             raise _NvrtcError(nvrtc.getProgramLog(program) or str(error)) from None
-        code = bytes(nvrtc.getCUBIN(program)) if cubin else b""
+        code = _whole(bytes(nvrtc.getCUBIN(program))) if cubin else b""
         return nvrtc.getProgramLog(program), _portable(_text(nvrtc.getPTX(program))), code
     finally:
         nvrtc.destroyProgram(program)
@@ -318,6 +319,16 @@ def _text(product: str | bytes) -> str:
     """PTX as text; NVRTC ends it with a zero byte."""
     text = product.decode() if isinstance(product, bytes) else product
     return text.rstrip("\0")
+
+
+def _whole(cubin: bytes) -> bytes:
+    """The cubin with its last byte, which CuPy's ``getCUBIN`` takes for the end of a string.
+
+    The file ends with a table of program headers, whose last byte is the top of an alignment: 0.
+    Drivers do not miss it, ``nvdisasm`` does.
+    """
+    table, entry_size, entries = struct.unpack_from("<32xQ14xHH", cubin)
+    return cubin + b"\0" if table + entry_size * entries == len(cubin) + 1 else cubin
 
 
 def _portable(ptx: str) -> str:

@@ -1,0 +1,214 @@
+"""``kernels``: list, show, compile and compare the CUDA kernels. None of it needs a GPU.
+
+``list`` and ``show --format cuda`` need NumPy alone; everything else CuPy and NVRTC, no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from deepep_cupy import env
+from deepep_cupy.cli.table import columns
+from deepep_cupy.errors import CompileError, ContractError
+from deepep_cupy.kernels.build import Built, Request, build, kernel_source, open_cache
+from deepep_cupy.kernels.build import shape_constants as constants_of
+from deepep_cupy.kernels.compile import Compiled, Target, compile_text, parse_arch
+from deepep_cupy.kernels.inspect import count_instructions, disassemble, memory_instructions
+from deepep_cupy.kernels.registry import get_kernel, list_kernels
+from deepep_cupy.kernels.spec import KernelSpec
+
+__all__ = ["add_arguments", "run"]
+
+_LOADS = ("coherent", "nc")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``list``, ``show``, ``compile`` and ``diff``."""
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs.add_parser("list", help="names, files and oldest architectures")
+
+    show = verbs.add_parser("show", help="the text, the PTX or the machine code of one kernel")
+    show.add_argument("name", metavar="NAME")
+    show.add_argument("--format", choices=("cuda", "ptx", "sass"), default="cuda")
+    show.add_argument(
+        "--instructions", action="store_true", help="a table of the memory instructions instead"
+    )
+    show.add_argument("--arch", default="sm_90", help="e.g. sm_90 (the default)")
+    show.add_argument("--loads", choices=_LOADS, default="coherent")
+    _add_shape(show)
+
+    compile_ = verbs.add_parser(
+        "compile", help="registers, shared memory and spills; fills the cache"
+    )
+    compile_.add_argument("names", metavar="NAME", nargs="*", help="default: all kernels")
+    compile_.add_argument("--arch", action="append", help="may be repeated; default: sm_90")
+    compile_.add_argument("--loads", nargs="+", choices=_LOADS, default=["coherent"])
+    compile_.add_argument("--strict", action="store_true", help="fail when registers are spilled")
+    compile_.add_argument("--file", type=Path, help="compile this whole text instead")
+    _add_shape(compile_)
+
+    diff = verbs.add_parser("diff", help="memory instructions of a kernel, two ways")
+    diff.add_argument("name", metavar="NAME")
+    diff.add_argument("--loads", nargs=2, choices=_LOADS, default=["coherent", "nc"])
+    diff.add_argument("--arch", default="sm_90")
+    _add_shape(diff)
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_argument_group("what the text is specialised for")
+    shape.add_argument("--ranks", type=int, default=2, metavar="R")
+    shape.add_argument("--hidden", type=int, default=7168, metavar="H")
+    shape.add_argument("--itemsize", type=int, default=2, metavar="BYTES", help="of one element")
+    shape.add_argument("--threads", type=int, metavar="N", help="per block")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print; under ``mpirun`` rank 0 alone works and prints."""
+    if env.launcher_rank() != 0:
+        return 0
+    verbs = {"list": _list, "show": _show, "compile": _compile, "diff": _diff}
+    return verbs[args.verb](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    del args
+    rows = [
+        (spec.name, spec.source, f"sm_{spec.min_arch}", len(spec.params), spec.doc)
+        for spec in list_kernels()
+    ]
+    print(columns(("kernel", "file", "from", "params", "what it does"), rows))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    spec = get_kernel(args.name)
+    if args.format == "cuda" and not args.instructions:
+        print(kernel_source(spec.name, args.arch, **_shape(args, args.loads)), end="")
+        return 0
+    compiled = _build(spec, args.arch, args, args.loads).compiled
+    if args.instructions:
+        print(_instruction_table(compiled))
+    elif args.format == "ptx":
+        print(compiled.ptx)
+    else:
+        print(disassemble(compiled.cubin))
+    return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    arches = args.arch or ["sm_90"]
+    if args.file is not None:
+        return _report([_compile_file(args.file, arch) for arch in arches], args.strict)
+    specs = [get_kernel(name) for name in args.names] or list_kernels()
+    rows = []
+    for spec in specs:
+        for arch in arches:
+            if parse_arch(arch) < spec.min_arch:
+                continue
+            for loads in args.loads:
+                built = _build(spec, arch, args, loads)
+                rows.append((loads, "cached" if built.cached else "compiled", built.compiled))
+    return _report(rows, args.strict)
+
+
+def _report(rows: list[tuple[str, str, Compiled]], strict: bool) -> int:
+    table = []
+    spilling = []
+    for loads, how, compiled in rows:
+        used = compiled.resources
+        table.append(
+            (
+                compiled.name,
+                str(compiled.target),
+                loads,
+                used.registers,
+                used.shared_bytes,
+                used.stack_bytes,
+                used.spill_bytes,
+                how,
+            )
+        )
+        if used.spill_bytes:
+            spilling.append(f"{compiled.name} for {compiled.target}")
+    head = ("kernel", "arch", "loads", "registers", "shared", "stack", "spills", "")
+    print(columns(head, table))
+    if strict and spilling:
+        raise CompileError(f"registers are spilled by {', '.join(spilling)}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    spec = get_kernel(args.name)
+    first, second = (
+        count_instructions(memory_instructions(_build(spec, args.arch, args, loads).compiled.ptx))
+        for loads in args.loads
+    )
+    rows = [
+        (opcode, first.get(opcode, 0), second.get(opcode, 0))
+        for opcode in sorted({*first, *second})
+        if first.get(opcode, 0) != second.get(opcode, 0)
+    ]
+    if rows:
+        print(columns(("instruction", *args.loads), rows))
+    else:
+        print(f"{spec.name}: the same memory instructions with {' and '.join(args.loads)}")
+    return 0
+
+
+def _build(spec: KernelSpec, arch: str, args: argparse.Namespace, loads: str) -> Built:
+    target = Target(parse_arch(arch))
+    if target.arch < spec.min_arch:
+        raise ContractError(
+            f"kernels {args.verb}: {spec.name} needs sm_{spec.min_arch} or newer, got --arch {arch}"
+        )
+    request = Request(spec, constants_of(arch, **_shape(args, loads)), target)
+    return build(request, open_cache())
+
+
+def _shape(args: argparse.Namespace, loads: str) -> dict[str, Any]:
+    for name in ("ranks", "hidden", "itemsize"):
+        if getattr(args, name) < 1:
+            raise ContractError(f"kernels {args.verb}: --{name} must be at least 1")
+    shape = {
+        "num_ranks": args.ranks,
+        "max_row_bytes": args.hidden * args.itemsize,
+        "loads": loads,
+    }
+    return shape if args.threads is None else {**shape, "num_threads": args.threads}
+
+
+def _compile_file(path: Path, arch: str) -> tuple[str, str, Compiled]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ContractError(f"kernels compile: --file {path} cannot be read: {error}") from None
+    entry = re.search(r"^// deepep_cupy .*, entry (\w+)$", text, re.MULTILINE)
+    compiled = compile_text(
+        text,
+        name=path.stem.split(".")[0],
+        entry=entry[1] if entry else "",
+        target=Target(parse_arch(arch)),
+    )
+    return "as in the file", "compiled", compiled
+
+
+def _instruction_table(compiled: Compiled) -> str:
+    rows = [
+        (
+            found.count,
+            found.kind,
+            found.space,
+            found.order,
+            found.scope,
+            found.cache,
+            found.opcode,
+            found.source,
+            found.caller,
+        )
+        for found in memory_instructions(compiled.ptx)
+    ]
+    head = ("n", "class", "space", "order", "scope", "cache", "instruction", "line", "called from")
+    return columns(head, rows)
