@@ -1,8 +1,8 @@
 """What every test folder shares: rank counts, marks by folder, skips with a reason, and their sum.
 
-``--ranks 1,2,4``
-    The rank counts of tests that take the argument ``num_ranks``; 5, 6 and 7 carry the mark
-    ``slow``: ``pytest --ranks 5,6,7 -m slow``.
+``num_ranks``
+    A test that takes this argument runs for 1, 2 and 4 ranks, and with ``-m slow`` for 5, 6 and 7.
+    ``pytest --ranks 3,8`` runs these tests alone, for the counts given.
 
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
 where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 MUST_RUN = ("cpu", "mpi", "sim")
 """Folders of which at least one selected test must not be skipped."""
 MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
+RANKS = (1, 2, 4)
 SLOW_RANKS = (5, 6, 7)
 
 _outcomes: dict[str, Counter[str]] = {}
@@ -37,18 +38,24 @@ _reasons: dict[str, Counter[str]] = {}
 def pytest_addoption(parser):
     parser.addoption(
         "--ranks",
-        default="1,2,4",
-        help="rank counts of tests with the argument num_ranks (default: 1,2,4)",
+        type=lambda text: [int(word) for word in text.split(",")],
+        metavar="N,N",
+        help="only tests that take num_ranks, with these rank counts",
     )
 
 
 def pytest_generate_tests(metafunc):
     if "num_ranks" in metafunc.fixturenames:
-        text = metafunc.config.getoption("--ranks")
-        counts = [int(word) for word in text.split(",")]
-        slow = [pytest.mark.slow]
-        values = [pytest.param(n, id=f"R{n}", marks=slow * (n in SLOW_RANKS)) for n in counts]
-        metafunc.parametrize("num_ranks", values)
+        asked = metafunc.config.getoption("--ranks")
+        values = asked or [*RANKS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_RANKS)]
+        metafunc.parametrize("num_ranks", values, ids=lambda n: f"R{n}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--ranks"):
+        other = [item for item in items if "num_ranks" not in item.fixturenames]
+        items[:] = [item for item in items if "num_ranks" in item.fixturenames]
+        config.hook.pytest_deselected(items=other)
 
 
 # ------------------------------------------------------------------------------- marks and skips
