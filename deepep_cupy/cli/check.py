@@ -1,0 +1,261 @@
+"""``check``: every case of the table on these ranks, bit by bit against the reference.
+
+Each rank builds the inputs of all ranks from the seed and runs the reference beside the real
+thing, so that nothing but the calls under test crosses between the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepep_cupy import Buffer
+from deepep_cupy.errors import ContractError, PlatformError
+from deepep_cupy.plan.spec import MAX_RANKS
+from deepep_cupy.testing import compare
+from deepep_cupy.testing.data import Case, Expected, cases, expected
+
+__all__ = ["add_arguments", "run"]
+
+_BAR = 30
+_RIGHT, _WRONG, _NONE = "ok", "WRONG", "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``check``."""
+    parser.add_argument(
+        "--size",
+        choices=("small", "full"),
+        default="small",
+        help="small: rows of a few elements, seconds; full: rows and tokens of models",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "cuda", "host"),
+        default="auto",
+        help="as the Buffer's argument (default: auto)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all cases; 0 when every rank got every bit right. Collective over COMM_WORLD."""
+    comm = _world()
+    if comm.size > MAX_RANKS:
+        raise ContractError(
+            f"check: wanted 1 to {MAX_RANKS} ranks, got {comm.size}; start fewer with mpirun -n."
+        )
+    if args.seed < 0:
+        raise ContractError(f"check: argument --seed must be 0 or more, got {args.seed}.")
+    chosen = cases(comm.size, small=args.size == "small")
+    engine = _vote(comm, args.engine)
+    table = _Table(chosen, comm.rank == 0)
+    wrong = 0
+    for number, case in enumerate(chosen):
+        table.progress(number, len(chosen))
+        mine = _try(comm, case, args.seed, engine)
+        every: list[_Outcome] = comm.allgather(mine)
+        wrong += any(outcome.failed for outcome in every)
+        table.row(case, every)
+    table.progress(len(chosen), len(chosen))
+    table.verdict(len(chosen), wrong, comm.size)
+    return 1 if wrong else 0
+
+
+def _world() -> Any:
+    try:
+        mpi = importlib.import_module("deepep_cupy.transport.mpi")
+    except ImportError as error:
+        raise PlatformError(
+            f"check: {error.name or error} cannot be imported; pip install 'deepep_cupy[mpich]'."
+        ) from error
+    return mpi.world()
+
+
+def _vote(comm: Any, engine: str) -> str:
+    """Let the ranks choose an engine once, so that the reason is logged once."""
+    with Buffer(comm, num_max_tokens_per_rank=1, hidden=1, num_topk=0, engine=engine) as buffer:
+        return buffer.engine_name
+
+
+# --------------------------------------------------------------------------------------- one case
+
+
+@dataclass
+class _Outcome:
+    """What one rank found in one case."""
+
+    engine: str
+    dispatch: str = _RIGHT
+    combine: str = _NONE
+    seconds: float = 0.0
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return _WRONG in (self.dispatch, self.combine)
+
+
+def _try(comm: Any, case: Case, seed: int, engine: str) -> _Outcome:
+    """Run one case on a Buffer of its own. Collective."""
+    want = expected(case, seed)
+    with Buffer(
+        comm,
+        num_max_tokens_per_rank=case.num_max_tokens,
+        hidden=case.row_bytes,
+        num_topk=case.num_topk,
+        num_experts=case.num_experts,
+        dtype="uint8",
+        engine=engine,
+    ) as buffer:
+        trip = _Trip(buffer, case, want)
+        outcome = _Outcome(buffer.engine_name)
+        buffer.barrier()
+        start = time.perf_counter()
+        dispatched = trip.dispatch()
+        combined = trip.combine(dispatched.handle) if case.addable else []
+        trip.wait()
+        outcome.seconds = time.perf_counter() - start
+        message = trip.judge(lambda: trip.compare_dispatch(dispatched))
+        if message:
+            outcome.dispatch, outcome.message = _WRONG, message
+        if case.addable:
+            message = trip.judge(lambda: trip.compare_combine(combined))
+            outcome.combine = _WRONG if message else _RIGHT
+            outcome.message = outcome.message or message
+    return outcome
+
+
+class _Trip:
+    """The calls of one case on one rank, with the engine's arrays."""
+
+    def __init__(self, buffer: Buffer, case: Case, want: Expected) -> None:
+        self._buffer = buffer
+        self._case = case
+        self._rank = buffer.rank
+        self._want = want
+        self._cupy: Any = None
+        if buffer.engine_name == "cuda":
+            self._cupy = importlib.import_module("cupy")
+        # The arrays of this rank are ready before the clock starts.
+        mine = want.inputs[self._rank]
+        self._x, self._first_x = self._up(mine.x), self._up(mine.first_x)
+        self._topk_idx, self._mask = self._up(mine.topk_idx), self._up(mine.mask)
+        self._weights = self._up(mine.topk_weights)
+        self._biases = tuple(self._up(bias) for bias in mine.biases)
+        self._y: Any = None
+        self._y_weights: Any = None
+        if case.addable:
+            rows = want.rows[self._rank]
+            self._y, self._y_weights = self._up(rows.y), self._up(rows.topk_weights)
+        self.wait()
+
+    def dispatch(self) -> Any:
+        """Dispatch as the case says; in a cached case after the dispatch that makes the handle."""
+        case, buffer = self._case, self._buffer
+        fresh: dict[str, Any] = {"expert_alignment": case.expert_alignment}
+        if case.from_topk:
+            fresh["topk_idx"] = self._topk_idx
+        else:
+            fresh["is_token_in_rank"] = self._mask
+        if not case.cached:
+            return buffer.dispatch(self._x, topk_weights=self._weights, **fresh)
+        self._first = buffer.dispatch(self._first_x, **fresh)
+        return buffer.dispatch(self._x, handle=self._first.handle, topk_weights=self._weights)
+
+    def combine(self, handle: Any) -> list[Any]:
+        """Combine rows in ordinary memory, and the same rows in the Buffer's own."""
+        inside = self._buffer.empty(self._y.shape, self._y.dtype)
+        inside[...] = self._y
+        return [
+            self._buffer.combine(y, handle, topk_weights=self._y_weights, bias=self._biases)
+            for y in (self._y, inside)
+        ]
+
+    def wait(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self._cupy is not None:
+            self._cupy.cuda.get_current_stream().synchronize()
+
+    def compare_dispatch(self, got: Any) -> None:
+        if self._want.first is not None:
+            compare.assert_dispatch_equal(self._first, self._want.first[self._rank])
+        compare.assert_dispatch_equal(got, self._want.dispatched[self._rank])
+
+    def compare_combine(self, got: list[Any]) -> None:
+        for each in got:
+            compare.assert_combine_equal(each, self._want.combined[self._rank])
+
+    def judge(self, comparison: Callable[[], None]) -> str:
+        """Say what differs, or nothing."""
+        try:
+            comparison()
+        except AssertionError as error:
+            return f"rank {self._rank}: {error}"
+        return ""
+
+    def _up(self, array: np.ndarray[Any, Any] | None) -> Any:
+        """Put an array where the engine wants it, as bytes: CuPy copies few of the dtypes."""
+        if array is None or self._cupy is None:
+            return array
+        contiguous = np.ascontiguousarray(array)
+        return self._cupy.asarray(contiguous.view(np.uint8)).view(contiguous.dtype)
+
+
+# --------------------------------------------------------------------------------------- printing
+
+
+class _Table:
+    """Rows as they come, and a bar below them while someone watches."""
+
+    def __init__(self, chosen: tuple[Case, ...], shown: bool) -> None:
+        self._shown = shown
+        self._bar = shown and sys.stderr.isatty()
+        self._width = max(len(case.id) for case in chosen)
+        self._print(
+            f"{'case':<{self._width}}  {'engine':<6}  {'dispatch':<8}  {'combine':<7}  {'time':>10}"
+        )
+
+    def row(self, case: Case, every: list[_Outcome]) -> None:
+        """Print one case; ``time`` is that of the slowest rank."""
+        dispatch = _worst([outcome.dispatch for outcome in every])
+        combine = _worst([outcome.combine for outcome in every])
+        slowest = max(outcome.seconds for outcome in every)
+        self._print(
+            f"{case.id:<{self._width}}  {every[0].engine:<6}  {dispatch:<8}  {combine:<7}  "
+            f"{1e3 * slowest:>7.2f} ms"
+        )
+        for outcome in every:
+            if outcome.message:
+                self._print("    " + outcome.message.replace("\n", "\n    "))
+
+    def progress(self, done: int, of: int) -> None:
+        """Redraw the bar; wipe it when all is done."""
+        if not self._bar:
+            return
+        filled = _BAR * done // of
+        bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{of}"
+        print(bar if done < of else " " * len(bar), end="\r", file=sys.stderr, flush=True)
+
+    def verdict(self, count: int, wrong: int, ranks: int) -> None:
+        """Print the last line."""
+        where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        if wrong:
+            self._print(f"WRONG: {wrong} of {count} cases differ from the reference on {where}")
+        else:
+            self._print(f"OK: {count} cases on {where} are bit for bit what the reference says")
+
+    def _print(self, line: str) -> None:
+        if self._shown:
+            print(line, flush=True)
+
+
+def _worst(words: list[str]) -> str:
+    return _WRONG if _WRONG in words else words[0]
