@@ -1,4 +1,4 @@
-"""All kernels of this package, by name."""
+"""All kernels of this package, by name, and the structs they are launched with."""
 
 from __future__ import annotations
 
@@ -7,23 +7,74 @@ from collections.abc import Iterable
 from deepep_cupy.errors import ContractError
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
 
-__all__ = ["COMM_PARAMS", "KERNELS", "get_kernel", "list_kernels"]
+__all__ = ["KERNELS", "get_kernel", "list_kernels"]
 
-COMM_PARAMS = Struct(
+COMM = Struct(
     "CommParams",
     (
-        Param("peer", "u8*", "kNumRanks", "regions of all ranks as mapped here"),
-        Param("report", "u64*", None, "report on the host, plan/layout.py"),
-        Param("board", "u64*", None, "abort words of all ranks on the host, or 0"),
-        Param("timeout_ns", "u64", None, "nanoseconds any wait may last"),
-        Param("rank", "u32", None, "this rank, [0, kNumRanks)"),
-        Param("serial", "u32", None, "number of this call, never 0"),
-        Param("kind", "u32", None, "kKind..."),
-        Param("refusal", "u32", None, "kRefusal..., 0 for none"),
-        Param("refusal_value", "u32", None, "the token or the wrong size"),
-        Param("board_stride", "u32", None, "words between two ranks' lines of the board"),
+        Param("peer", "u8*", "kNumRanks", "symmetric region of each rank, as mapped here"),
+        Param("report", "u64*", doc="host memory: counts and failures (plan/layout.py)"),
+        Param("board", "const u64*", doc="host memory: abort words of the node, or null"),
+        Param("timeout_ns", "u64", doc="most nanoseconds any wait may last"),
+        Param("board_stride", "u32", doc="words between the ranks' lines of the board"),
+        Param("serial", "u32", doc="number of this launch on this rank, never 0"),
+        Param("rank", "u32"),
+        Param("kind", "u32", doc="kKind..., which operation this is"),
+        Param("refusal", "u32", doc="kRefusal..., when the host refused the caller's arguments"),
+        Param("refusal_value", "u32", doc="the token or size in question"),
     ),
-    "What communication needs, the same in every kernel.",
+    "What every kernel needs to talk to the other ranks.",
+)
+
+DISPATCH = Struct(
+    "DispatchCommon",
+    (
+        Param("x", "const u8*", doc="[T] rows of row_bytes"),
+        Param("topk_idx", "const u8*", doc="[T, K] of index_bytes each, or null"),
+        Param("topk_weights", "const u32*", doc="[T, K] float32 bits, or null"),
+        Param("is_token_in_rank", "const u8*", doc="[T, R], or null"),
+        Param("send_row", "u32*", doc="[T, R] written; read with a cached handle"),
+        Param("recv_rows_per_rank", "u32*", doc="[R] written, but with a cached handle"),
+        Param("birth_out", "u32*", doc="epoch of this dispatch, for its handle"),
+        Param("birth_in", "const u32*", doc="epoch of the handle's dispatch, or null"),
+        Param("num_tokens", "u32", doc="T"),
+        Param("num_topk", "u32", doc="K"),
+        Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
+        Param("num_experts", "u32", doc="E, 0 without topk_idx"),
+        Param("experts_per_rank", "u32", doc="E / R, at least 1"),
+        Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
+        Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
+        Param("row_bytes", "u32"),
+        Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
+        Param("dtype", "u32", doc="kDtype..., or 256 + itemsize"),
+        Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
+        Param("capacity", "u32", doc="rows this rank's receive block holds"),
+        Param("rows_offset", "u32", doc="of that block in the region, in kOffsetUnit"),
+        Param("meta_offset", "u32", doc="of the received source indices, in kOffsetUnit"),
+        Param("weights_offset", "u32", doc="of the received weights, in kOffsetUnit"),
+        Param("index_offset", "u32", doc="of the received topk_idx, in kOffsetUnit"),
+    ),
+    "One rank's dispatch.",
+)
+
+COMBINE = Struct(
+    "CombineCommon",
+    (
+        Param("out", "u8*", doc="[T] rows"),
+        Param("combined_weights", "u32*", doc="[T, K] float32 bits, or null"),
+        Param("bias", "const u8*", 2, "[T] rows each, or null"),
+        Param("send_row", "const u32*", doc="[T, R] row of each token at each rank"),
+        Param("birth", "const u32*", doc="epoch of the handle's dispatch"),
+        Param("num_tokens", "u32", doc="T"),
+        Param("num_rows", "u32", doc="N, rows this rank holds"),
+        Param("num_topk", "u32", doc="K, 0 without weights"),
+        Param("row_bytes", "u32"),
+        Param("access_bytes", "u32", doc="16, or the element size where rows are not aligned"),
+        Param("dtype", "u32", doc="kDtype..."),
+        Param("rows_offset", "u32", doc="of this rank's rows in its region, in kOffsetUnit"),
+        Param("weights_offset", "u32", doc="of this rank's weights, in kOffsetUnit"),
+    ),
+    "One rank's combine.",
 )
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -31,9 +82,43 @@ KERNELS: tuple[KernelSpec, ...] = (
         name="barrier",
         source="barrier.cu",
         entry="barrier",
-        params=(Param("comm", COMM_PARAMS),),
-        doc="no rank leaves before all have come; also how a rank refuses an operation",
+        params=(Param("comm", COMM),),
+        doc="no rank leaves before all have come; also how a rank refuses a call",
         shared_bytes="kBarrierSharedBytes",
+    ),
+    KernelSpec(
+        name="dispatch",
+        source="dispatch.cu",
+        entry="dispatch",
+        params=(Param("comm", COMM), Param("d", DISPATCH)),
+        doc="rows to the ranks of their experts, by loads and stores",
+        shared_bytes="kDispatchSharedBytes",
+    ),
+    KernelSpec(
+        name="dispatch_bulk",
+        source="dispatch_bulk.cu",
+        entry="dispatch_bulk",
+        params=(Param("comm", COMM), Param("d", DISPATCH)),
+        doc="rows to the ranks of their experts, by the bulk copy engine",
+        shared_bytes="kDispatchBulkSharedBytes",
+        min_arch=90,
+    ),
+    KernelSpec(
+        name="combine",
+        source="combine.cu",
+        entry="combine",
+        params=(Param("comm", COMM), Param("d", COMBINE)),
+        doc="rows back to their tokens, added up, by loads",
+        shared_bytes="kCombineSharedBytes",
+    ),
+    KernelSpec(
+        name="combine_bulk",
+        source="combine_bulk.cu",
+        entry="combine_bulk",
+        params=(Param("comm", COMM), Param("d", COMBINE)),
+        doc="rows back to their tokens, added up, by the bulk copy engine",
+        shared_bytes="kCombineBulkSharedBytes",
+        min_arch=90,
     ),
 )
 """In the order ``kernels list`` prints them."""

@@ -1,0 +1,109 @@
+#pragma once
+// The opening: every rank tells every rank what it is about to do; nobody moves a row before it
+// has read them all.
+//
+// For rows to be moved, the headers also prove two things of the rank that sent one:
+//   dispatch   its receive block is free: what used it before ended in earlier kernels there
+//   combine    its rows are ready: they were written by earlier kernels there
+// Both are facts about other words, so headers are sent with release and read with acquire.
+#include "comm/wait.cuh"
+
+// ---- entering ----
+
+// Learns the epoch and whether to work. All threads of a block call it, first of all.
+DEVICE Verdict enter(const CommParams& c, CommShared& s) {
+    if (thread_index() == 0) {
+        u8* own = own_region(c);
+        // Kernels of one Buffer run one after the other, so epoch and poison are stable here.
+        s.epoch = ld_relaxed_gpu_u32(control_u32(own, kControlEpoch));
+        u32 poisoned = ld_relaxed_gpu_u32(control_u32(own, kControlPoisoned));
+        u32 abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
+        u32 inside = atom_cas_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u, c.serial);
+        s.failed = 0;
+        s.last = 0;
+        s.disagree = 0;
+        s.verdict = kGo;
+        if (abort != 0u) s.verdict = kFailed;
+        if (poisoned != 0u) s.verdict = kPoisoned;
+        if (inside != 0u && inside != c.serial) {
+            s.verdict = kBusy;
+            st_relaxed_sys_u64(c.report + kReportBusy, c.serial);
+        }
+    }
+    block_barrier();
+    return static_cast<Verdict>(s.verdict);
+}
+
+// ---- sending ----
+
+// Sends s.mine to all ranks, this one included. One block calls it, after a block barrier that
+// follows the writing of s.mine.
+DEVICE void send_header(const CommParams& c, const CommShared& s) {
+    for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
+        u32 peer = (c.rank + 1u + i / kHeaderWords) % kNumRanks;
+        u32 word = i % kHeaderWords;
+        u64* slot = header_slot(c.peer[peer], s.epoch, c.rank);
+        // Release, in each thread that signals: what earlier kernels of this stream read or wrote
+        // (ordered before this thread by the kernel boundary) precedes the word at every peer.
+        fence_acq_rel_sys();
+        st_relaxed_sys_u64(slot + word, stamped(s.epoch, s.mine[word]));
+    }
+}
+
+// ---- receiving ----
+
+// Reads all ranks' headers into s.headers. All threads of a block call it; every block for itself,
+// so that each has acquired what it will read.
+DEVICE bool receive_headers(const CommParams& c, CommShared& s) {
+    bool ok = true;
+    for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
+        u32 source = i / kHeaderWords;
+        u32 word = i % kHeaderWords;
+        u64* slot = header_slot(own_region(c), s.epoch, source) + word;
+        u64 seen = 0;
+        if (!wait_stamped(c, s, slot, {kPhaseHeader, source, stamped(s.epoch, 0)}, seen)) {
+            ok = false;
+            break;
+        }
+        // Acquire, in each lane that polled; the block barrier below passes it on to the block.
+        s.headers[source][word] = static_cast<u32>(ld_acquire_sys_u64(slot));
+    }
+    return !block_barrier_or(!ok);
+}
+
+// Compares the headers: every rank comes to the same verdict.
+DEVICE Verdict judge_headers(CommShared& s) {
+    bool disagree = false;
+    for (u32 i = thread_index(); i < kNumRanks * kNumSignatureWords; i += kNumThreads) {
+        u32 source = i / kNumSignatureWords;
+        u32 word = i % kNumSignatureWords;
+        disagree |= s.headers[source][word] != s.headers[0][word];
+        disagree |= s.headers[source][kWordRefusal] != 0u;
+    }
+    for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
+        u64 rows = 0;
+        for (u32 source = 0; source < kNumRanks; ++source) {
+            rows += s.headers[source][kWordCounts + rank];
+        }
+        disagree |= rows > s.headers[rank][kWordCapacity];
+    }
+    if (block_barrier_or(disagree)) {
+        if (thread_index() == 0) s.disagree = 1;
+        return kRefused;
+    }
+    return kGo;
+}
+
+// Receives and judges: the whole opening as seen by a block that need not send.
+DEVICE Verdict open_headers(const CommParams& c, CommShared& s) {
+    if (!receive_headers(c, s)) return kFailed;
+    return judge_headers(s);
+}
+
+// Fills the words that every operation has. One thread calls it, before send_header().
+DEVICE void begin_header(const CommParams& c, CommShared& s) {
+    for (u32 word = 0; word < kHeaderWords; ++word) s.mine[word] = 0;
+    s.mine[kWordKind] = c.kind;
+    s.mine[kWordRefusal] = c.refusal;
+    s.mine[kWordRefusalValue] = c.refusal_value;
+}

@@ -1,0 +1,134 @@
+#pragma once
+// The one exit. Whatever happened, every block that entered comes through here.
+//
+// The last block tells the peers how this rank fared and hears how they did. An operation that
+// ends with kGo has every rank's word that its part is complete: all rows that were to come have
+// come, and nobody reads or writes this rank's memory any more.
+#include "comm/wait.cuh"
+
+// ---- the report on the host ----
+
+// Writes a record of what went wrong. All threads of the last block call it.
+DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
+    u8* own = own_region(c);
+    u32 number = ld_relaxed_gpu_u32(control_u32(own, kControlFailures));
+    u64* record =
+        c.report + kReportRecords + (number % kReportNumRecords) * kReportRecordWords;
+    u64* details = control_u64(own, kControlDetails);
+    for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
+        u32 source = i / kHeaderWords;
+        u32 word = i % kHeaderWords;
+        st_relaxed_sys_u64(record + kReportRecordHead + i, s.headers[source][word]);
+    }
+    if (thread_index() == 0) {
+        u32 abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
+        st_relaxed_sys_u64(record + 0, verdict);
+        st_relaxed_sys_u64(record + 1, c.serial);
+        st_relaxed_sys_u64(record + 2, c.kind);
+        st_relaxed_sys_u64(record + 3, s.epoch);
+        st_relaxed_sys_u64(record + 4, abort);
+        for (u32 i = 0; i < 5; ++i) {
+            st_relaxed_sys_u64(record + 5 + i, ld_relaxed_gpu_u64(details + i));
+        }
+    }
+    block_barrier();
+    if (thread_index() == 0) {
+        st_relaxed_gpu_u32(control_u32(own, kControlFailures), number + 1);
+        // Release: the record (this block's stores, ordered by the barrier) before its number.
+        st_release_sys_u64(c.report + kReportNumFailures, number + 1);
+    }
+}
+
+// ---- arrivals ----
+
+// Tells every peer that this rank is done with the operation, with 0 or an abort word.
+DEVICE void send_arrivals(const CommParams& c, const CommShared& s, u32 status) {
+    for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {
+        u32 peer = (c.rank + 1u + i) % kNumRanks;
+        // Release, in the thread that signals. The blocks' rows (or reads) precede it: each block
+        // passed its barrier, then released its arrival in the counter, whose acquire by the last
+        // block's first thread is passed on by a block barrier.
+        fence_acq_rel_sys();
+        st_relaxed_sys_u64(arrived_slot(c.peer[peer], s.epoch, c.rank),
+                           stamped(s.epoch, status));
+    }
+}
+
+// Waits for every peer's word. Returns false when one failed, aborted or did not come.
+DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
+    bool ok = true;
+    for (u32 source = thread_index(); source < kNumRanks; source += kNumThreads) {
+        u64* slot = arrived_slot(own_region(c), s.epoch, source);
+        u64 seen = 0;
+        if (!wait_stamped(c, s, slot, {kPhaseArrival, source, stamped(s.epoch, 0)}, seen)) {
+            ok = false;
+            break;
+        }
+        // Acquire: the peer's rows are here for all later kernels of this stream.
+        u32 status = static_cast<u32>(ld_acquire_sys_u64(slot));
+        if (status != 0u) {
+            red_or_relaxed_gpu_u32(control_u32(own_region(c), kControlAbort), status);
+            ok = false;
+        }
+    }
+    return !block_barrier_or(!ok);
+}
+
+// Tells every peer at once that this rank has given up; their waits end within microseconds.
+DEVICE void send_aborts(const CommParams& c) {
+    u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
+    for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {
+        if (i != c.rank) st_relaxed_sys_u32(control_u32(c.peer[i], kControlAbort), abort);
+    }
+}
+
+// ---- leaving ----
+
+// Ends the operation for this block. Returns true in the rank's last block when the operation
+// failed: some blocks may have worked as if all were well, so that block poisons all outputs.
+//
+//   verdict    what this block knows; kFailed when any of its threads gave up
+//   handshake  whether ranks wait for each other's arrivals (where headers alone are the whole
+//              operation, they do not)
+DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool handshake) {
+    if (verdict == kBusy) return false;
+    // All accesses of the block's threads precede its arrival (barrier, then release below).
+    bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;
+    if (thread_index() == 0) {
+        u32* arrivals = control_u32(own_region(c), kControlArrivals);
+        // Release: this block's work. Acquire: what the other blocks released.
+        u32 before = atom_add_acq_rel_gpu_u32(arrivals, failed ? 0x10001u : 1u);
+        s.last = (before & 0xffffu) + 1u == num_blocks();
+        s.failed = failed || (before >> 16) != 0u;
+        if (s.last) st_relaxed_gpu_u32(arrivals, 0u);
+    }
+    block_barrier();
+    if (s.last == 0u) return false;
+
+    // ---- last block: settle with the peers ----
+    failed = s.failed != 0u;
+    if (handshake && verdict == kGo) {
+        u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
+        send_arrivals(c, s, failed ? abort : 0u);
+        if (!failed) failed = !receive_arrivals(c, s);
+    }
+    if (failed) send_aborts(c);
+
+    // ---- and with the host ----
+    if (failed) {
+        write_record(c, s, kFailed);
+    } else if (verdict == kRefused) {
+        write_record(c, s, kRefused);
+    }
+    block_barrier();
+    if (thread_index() == 0) {
+        u8* own = own_region(c);
+        if (failed) {
+            st_relaxed_gpu_u32(control_u32(own, kControlPoisoned), 1u);
+        } else if (verdict != kPoisoned) {
+            st_relaxed_gpu_u32(control_u32(own, kControlEpoch), next_epoch(s.epoch));
+        }
+        st_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u);
+    }
+    return failed;
+}

@@ -1,0 +1,78 @@
+#pragma once
+// The one way to wait: until a word is acceptable, the time is up, or somebody aborted.
+#include "comm/control.cuh"
+
+// What the thread is waiting for, for the error message.
+struct Wait {
+    Phase phase;
+    u32 peer;
+    u64 expected;
+};
+
+// ---- giving up ----
+
+// Records why this thread gives up. The abort word makes every other wait of this rank end too.
+DEVICE void give_up(const CommParams& c, const Wait& wait, u64 seen) {
+    u8* own = own_region(c);
+    if (atom_cas_relaxed_gpu_u32(control_u32(own, kControlClaimed), 0u, 1u) == 0u) {
+        // Read by the last block to leave: ordered by its arrival counter (comm/leave.cuh).
+        u64* details = control_u64(own, kControlDetails);
+        st_relaxed_gpu_u64(details + 0, wait.phase);
+        st_relaxed_gpu_u64(details + 1, wait.peer);
+        st_relaxed_gpu_u64(details + 2, wait.expected);
+        st_relaxed_gpu_u64(details + 3, seen);
+        st_relaxed_gpu_u64(details + 4, block_index());
+    }
+    red_or_relaxed_gpu_u32(control_u32(own, kControlAbort),
+                           abort_word(kAbortTimeout, 1u << wait.peer, c.rank));
+}
+
+// Has anybody told this rank to stop? Peers write the abort word in device memory; a process that
+// has lost its GPU, or never had one, writes its line of the board in host memory.
+DEVICE bool told_to_stop(const CommParams& c, bool look_at_board) {
+    u32* abort = control_u32(own_region(c), kControlAbort);
+    if (ld_relaxed_sys_u32(abort) != 0u) return true;
+    if (!look_at_board || c.board == nullptr) return false;
+    for (u32 rank = 0; rank < kNumRanks; ++rank) {
+        if (ld_relaxed_sys_u64(c.board + rank * c.board_stride) != 0u) {
+            red_or_relaxed_gpu_u32(abort, abort_word(kAbortRaised, 0u, rank));
+            return true;
+        }
+    }
+    return false;
+}
+
+// The clock of one wait: take_turn() is called once a turn and mostly does nothing.
+struct Patience {
+    u64 deadline = 0;
+    u32 turn = 0;
+};
+
+enum Turn : u32 { kKeepWaiting, kTimeIsUp, kToldToStop };
+
+DEVICE Turn take_turn(const CommParams& c, Patience& patience) {
+    poll_pause();
+    if (++patience.turn % kTurnsPerCheck != 0) return kKeepWaiting;
+    u64 now = global_timer();
+    if (patience.deadline == 0) patience.deadline = now + c.timeout_ns;
+    if (now >= patience.deadline) return kTimeIsUp;
+    bool look_at_board = patience.turn % (16u * kTurnsPerCheck) == 0;
+    return told_to_stop(c, look_at_board) ? kToldToStop : kKeepWaiting;
+}
+
+// ---- waiting ----
+
+// Polls a word of this rank's memory until it carries this epoch. The poll is relaxed: the value
+// proves itself. A caller that will read what the writer released acquires the word afterwards.
+// Returns false after give_up() or an abort.
+DEVICE bool wait_stamped(const CommParams& c, const CommShared& s, u64* word, Wait wait,
+                         u64& seen) {
+    Patience patience;
+    for (;;) {
+        seen = ld_relaxed_sys_u64(word);
+        if (is_stamped(seen, s.epoch)) return true;
+        Turn turn = take_turn(c, patience);
+        if (turn == kTimeIsUp) give_up(c, wait, seen);
+        if (turn != kKeepWaiting) return false;
+    }
+}
