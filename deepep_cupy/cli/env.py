@@ -15,18 +15,19 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from deepep_cupy import _resources, env
 from deepep_cupy.errors import DeepEPCupyError
+from deepep_cupy.plan.spec import BufferSpec
 
 __all__ = ["add_arguments", "run"]
 
 Rows: TypeAlias = list[tuple[str, str]]
 
-MIN_ARCH = 80
 _CHILD_SECONDS = 30
 _GIB = 1 << 30
 _KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
@@ -204,14 +205,14 @@ def _peers(gpu: dict[str, Any], count: int) -> str:
         return "no other GPU is visible"
     if len(gpu["peers"]) == count - 1:
         return "peer access to all others"
-    return f"peer access to {_list(map(str, gpu['peers'])) or 'none'}"
+    return f"peer access to {', '.join(map(str, gpu['peers'])) or 'none'}"
 
 
 # ----------------------------------------------------------------- variables, files, and the choice
 
 
 def _variables() -> Rows:
-    return [(variable.name, _asked(lambda v=variable: _value(v))) for variable in env.VARIABLES]
+    return [(variable.name, _asked(partial(_value, variable))) for variable in env.VARIABLES]
 
 
 def _value(variable: env.Variable) -> str:
@@ -235,20 +236,25 @@ def _engine(gpus: list[dict[str, Any]] | str) -> Rows:
 
 
 def _why_not_cuda(gpus: list[dict[str, Any]] | str) -> str:
-    """Return the first thing that ``engine="cuda"`` lacks in this process, or an empty text."""
+    """Return this process's vote against ``engine="cuda"``, or an empty text."""
     if isinstance(gpus, str):
         return gpus
-    old = [gpu for gpu in gpus if gpu["arch"] < MIN_ARCH]
-    if old:
-        return f"GPU {old[0]['device']} is sm_{old[0]['arch']}, wanted sm_{MIN_ARCH} or newer"
-    alone = [gpu for gpu in gpus if len(gpu["peers"]) < len(gpus) - 1]
-    if alone:
-        return f"GPU {alone[0]['device']} has no peer access to all other visible GPUs"
-    if _distribution("cuda-bindings") == "not installed":
-        return "cuda-bindings is not installed"
-    if importlib.util.find_spec("deepep_cupy.engines.cuda") is None:
-        return "this version of deepep_cupy has no CUDA engine"
-    return ""
+    return _asked(_vote)
+
+
+def _vote() -> str:
+    """Ask what the smallest Buffer would ask."""
+    select = importlib.import_module("deepep_cupy.engines.select")
+    spec = BufferSpec(
+        num_ranks=1,
+        rank=0,
+        num_max_tokens_per_rank=1,
+        max_row_bytes=1,
+        num_topk=0,
+        num_experts=None,
+        timeout_s=1.0,
+    )
+    return select.why_not_cuda(spec, None) or ""
 
 
 # --------------------------------------------------------------------------------------- asking
@@ -278,7 +284,3 @@ def _reason(error: Exception) -> str:
     """Return the first line that an error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def _list(words: Iterable[str]) -> str:
-    return ", ".join(words)

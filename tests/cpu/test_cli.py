@@ -12,6 +12,7 @@ import pytest
 
 from deepep_cupy import env as variables
 from deepep_cupy.cli import env, main
+from deepep_cupy.engines import select
 from deepep_cupy.errors import PlatformError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,8 +154,8 @@ def test_env_aligns_its_columns():
 class Runtime:
     """What ``cupy.cuda.runtime`` says of two GPUs."""
 
-    def __init__(self, *, peers=True, major=9):
-        self.peers, self.major = peers, major
+    def __init__(self, *, peers=True):
+        self.peers = peers
 
     def driverGetVersion(self):
         return 13000
@@ -166,7 +167,7 @@ class Runtime:
         return {
             "name": b"Test GPU",
             "uuid": bytes(range(16)),
-            "major": self.major,
+            "major": 9,
             "minor": 0,
             "multiProcessorCount": 132,
             "totalGlobalMem": 141 << 30,
@@ -198,11 +199,19 @@ def test_env_describes_gpus():
 
 
 @pytest.mark.parametrize(
-    ("runtime", "why"),
-    [(Runtime(major=7), "GPU 0 is sm_70"), (Runtime(peers=False), "GPU 0 has no peer access")],
+    ("vote", "rows"),
+    [
+        (None, [("auto", "cuda, if every rank can")]),
+        ("it is too old", [("auto", "host"), ("why not cuda", "it is too old")]),
+    ],
 )
-def test_env_says_why_not_cuda(runtime, why):
-    assert env._why_not_cuda(env._gpus(CuPy(runtime))).startswith(why)
+def test_env_shows_the_vote_of_the_engine(vote, rows, monkeypatch):
+    monkeypatch.setattr(select, "why_not_cuda", lambda spec, device: vote)
+    assert env._engine(env._gpus(CuPy(Runtime()))) == rows
+
+
+def test_env_shows_which_gpus_reach_each_other():
+    assert "peer access to none" in env._gpu_rows(env._gpus(CuPy(Runtime(peers=False))))[0][1]
 
 
 def test_env_says_that_a_driver_is_broken(monkeypatch):
