@@ -1,0 +1,87 @@
+"""Compile kernel text and the engine with g++, once each: results are kept under their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepep_cupy.kernels.source import generate
+from deepep_cupy.kernels.spec import KernelSpec
+
+SIM = Path(__file__).resolve().parent.parent
+ENGINE = SIM / "engine"
+STANDARD = "-std=c++20"
+ENGINE_OPTIONS = (STANDARD, "-O2", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-Wall", "-Wextra")
+KERNEL_OPTIONS = (
+    *(STANDARD, "-O1", "-g", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off"),
+    *("-fno-strict-aliasing", "-w"),
+)
+
+
+def cache_dir() -> Path:
+    """Where compiled libraries are kept: a folder of this user in the temporary folder."""
+    folder = Path(tempfile.gettempdir()) / f"deepep_cupy_sim_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def kernel_text(spec: KernelSpec, constants: Mapping[str, int]) -> str:
+    """The text that NVRTC compiles, with the host form of the wrappers in place of PTX."""
+    return generate(spec, constants, search=(SIM,))
+
+
+def entry_text(spec: KernelSpec) -> str:
+    """A way in for the engine, which does not know the parameter struct."""
+    name = spec.struct.name
+    return (
+        f'\nextern "C" void sim_enter(const void* p) '
+        f"{{ {spec.entry}(*static_cast<const {name}*>(p)); }}\n"
+    )
+
+
+def check_syntax(text: str) -> str:
+    """What g++ has to say against a flattened kernel text as C++17; empty when it is well."""
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas"]
+    command += ["-Wno-sign-compare", "-x", "c++", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return done.stderr
+
+
+def build_kernel(text: str) -> Path:
+    """Compile a flattened text with its entry to a library that the engine loads."""
+    return _build(text.encode(), ".cu", ["g++", *KERNEL_OPTIONS, "-shared"], [])
+
+
+def build_engine() -> Path:
+    """Compile the engine."""
+    sources = sorted(ENGINE.glob("*.cpp"))
+    headers = sorted(ENGINE.glob("*.h"))
+    content = b"".join(path.read_bytes() for path in (*sources, *headers))
+    command = ["g++", *ENGINE_OPTIONS, "-shared", f"-I{SIM}"]
+    return _build(content, "", command, [str(path) for path in sources])
+
+
+def _build(content: bytes, suffix: str, command: list[str], inputs: list[str]) -> Path:
+    digest = hashlib.sha256(repr(command).encode() + content).hexdigest()[:24]
+    library = cache_dir() / f"{digest}.so"
+    if library.exists():
+        return library
+    unfinished = cache_dir() / f"{digest}.{os.getpid()}.so"
+    if suffix:
+        source = cache_dir() / f"{digest}{suffix}"
+        source.write_bytes(content)
+        inputs = ["-x", "c++", str(source)]
+    done = subprocess.run(
+        [*command, *inputs, "-o", str(unfinished), "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"g++ failed:\n{done.stderr[:8000]}")
+    unfinished.rename(library)
+    return library
