@@ -1,0 +1,184 @@
+"""Combine: every token's rows back to its rank, and added up in a fixed order.
+
+The letters R, T, H, K, E, El and N are those of the package's docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from deepep_cupy.reference.dispatch import Handle
+
+__all__ = ["CombineResult", "combine"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
+    np.dtype(np.float16): np.dtype(np.float32),
+    np.dtype(np.float32): np.dtype(np.float32),
+    np.dtype(np.float64): np.dtype(np.float64),
+    **{np.dtype(f"{kind}{8 * n}"): np.dtype(f"{kind}{8 * n}")
+       for kind in ("int", "uint") for n in (1, 2, 4, 8)},
+}  # fmt: skip
+"""Row dtype → the type its sum is kept in. No other dtype can be combined."""
+
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements summed at a time: small enough for the cache. No effect on the result."""
+
+
+@dataclass(frozen=True, eq=False)
+class CombineResult:
+    """What one rank gets back.
+
+    Attributes:
+        combined_x: ``[T, H]``, dtype of the rows.
+        combined_topk_weights: ``[T, K]`` float32, or ``None`` when no weights were passed.
+    """
+
+    combined_x: Array
+    combined_topk_weights: Array | None
+
+
+def combine(
+    ys: Sequence[Array],
+    handles: Sequence[Handle],
+    *,
+    topk_weights: Sequence[Array] | None = None,
+    biases: Sequence[Sequence[Array]] | None = None,
+) -> list[CombineResult]:
+    """Add up, for each token, the rows that the ranks it was sent to give back.
+
+    For token t of a rank, ``combined_x[t]`` is the sum of the *terms present*, in this order:
+    ``bias_0[t]`` if given, ``bias_1[t]`` if given, then row ``send_row[t, r]`` of rank r's ``y``
+    for every rank r the token was sent to, by ascending r. Element by element:
+
+    1. Every term is converted, exactly, to the accumulator: float32 for float16, bfloat16 and
+       float32 rows; float64 for float64 rows; the row's own type for integers.
+    2. The sum starts as the first term present, so that a lone -0 stays -0. With no term at all
+       it is +0. Each further term is added with one IEEE addition, rounded to nearest even in
+       the accumulator; integers wrap. No fused multiply-add, no flush of subnormals to zero, no
+       other order of additions.
+    3. The sum is rounded once, to nearest even, to the dtype of the rows.
+
+    Results are equal bit by bit, but for NaN: any NaN equals any NaN.
+
+    Weights are not multiplied into rows: whoever makes ``y`` has done that. ``topk_weights``
+    travel beside the rows: ``combined_topk_weights[t]`` is the float32 sum of the rows'
+    weights over the ranks the token was sent to, ascending, by rule 2 (DeepEP V1 sums, V2
+    gathers; dispatch zeroes the columns of other ranks, so that after a plain round trip the two
+    agree, up to the sign of a zero).
+
+    FP8 rows, opaque bytes, booleans and complex numbers are refused: their sum has no one
+    meaning.
+
+    After a combine that ended without error no rank reads ``ys`` any more. After an operation
+    that failed on a poisoned Buffer, float outputs are NaN, integer outputs 0 and indices -1.
+
+    Args:
+        ys: Per rank ``[N, H]``, one row per received row and in the order of ``recv_x``; dtype
+            and H equal on all ranks, and not necessarily those of the dispatch.
+        handles: Per rank the handle of one dispatch.
+        topk_weights: Per rank ``[N, K]`` float32, K equal on all ranks; on all ranks or on none.
+        biases: Per rank zero to two arrays ``[T, H]`` of the dtype of the rows. They are that
+            rank's own affair: ranks may differ in how many they pass.
+
+    Returns:
+        One ``CombineResult`` a rank.
+
+    Raises:
+        ValueError: An argument breaks one of the rules above. The sentence names the rank.
+    """
+    given = [()] * len(ys) if biases is None else biases
+    _check(ys, handles, given)
+    if topk_weights is not None:
+        _check_weights(topk_weights, handles)
+    results = []
+    for rank, handle in enumerate(handles):
+        combined_weights = None
+        if topk_weights is not None:
+            combined_weights = _sum_rows(topk_weights, handle.send_row, ())
+        combined_x = _sum_rows(ys, handle.send_row, given[rank])
+        results.append(CombineResult(combined_x, combined_weights))
+    return results
+
+
+def _sum_rows(ys: Sequence[Array], send_row: Array, biases: Sequence[Array]) -> Array:
+    """All tokens of one rank, a block of tokens at a time."""
+    num_tokens, width = len(send_row), ys[0].shape[1]
+    accumulator = _ACCUMULATOR[ys[0].dtype]
+    out = np.empty((num_tokens, width), ys[0].dtype)
+    step = max(1, _BLOCK_ELEMENTS // max(1, width))
+    with np.errstate(all="ignore"):  # overflow, NaN and subnormal sums are ordinary results here
+        for begin in range(0, num_tokens, step):
+            block = slice(begin, begin + step)
+            total = np.zeros((len(send_row[block]), width), accumulator)
+            started = np.zeros(len(total), np.bool_)
+            for present, rows in _terms(ys, send_row[block], [bias[block] for bias in biases]):
+                rows = rows.astype(accumulator)
+                first, further = present & ~started, present & started
+                total[first] = rows[first[present]]
+                total[further] = total[further] + rows[further[present]]
+                started |= present
+            out[block] = total.astype(out.dtype)
+    return out
+
+
+def _terms(
+    ys: Sequence[Array], send_row: Array, biases: Sequence[Array]
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the terms in their order: which tokens have one, and those tokens' rows."""
+    for bias in biases:
+        yield np.ones(len(send_row), np.bool_), bias
+    for rank, y in enumerate(ys):
+        present = send_row[:, rank] >= 0
+        yield present, y[send_row[present, rank]]
+
+
+def _check(
+    ys: Sequence[Array], handles: Sequence[Handle], biases: Sequence[Sequence[Array]]
+) -> None:
+    if not ys or len(ys) != len(handles) or len(ys) != len(biases):
+        raise ValueError(
+            f"combine(): wanted one y, one handle and one sequence of biases a rank, got "
+            f"{len(ys)}, {len(handles)} and {len(biases)}"
+        )
+    if ys[0].dtype not in _ACCUMULATOR:
+        known = ", ".join(sorted(dtype.name for dtype in _ACCUMULATOR))
+        raise ValueError(f"combine(): rows of {ys[0].dtype} cannot be added; wanted one of {known}")
+    width, dtype = ys[0].shape[1:], ys[0].dtype
+    for rank, (y, handle) in enumerate(zip(ys, handles, strict=True)):
+        _check_array("y", y, (handle.num_recv_tokens, *width), dtype, rank)
+        if len(biases[rank]) > 2:
+            raise ValueError(
+                f"combine(): wanted 0 to 2 biases, got {len(biases[rank])} on rank {rank}"
+            )
+        for number, bias in enumerate(biases[rank]):
+            _check_array(f"bias_{number}", bias, (handle.num_tokens, *width), dtype, rank)
+
+
+def _check_weights(weights: Sequence[Array], handles: Sequence[Handle]) -> None:
+    if len(weights) != len(handles):
+        raise ValueError(
+            f"combine(): wanted {len(handles)} topk_weights, one a rank, got {len(weights)}"
+        )
+    columns = weights[0].shape[1:]
+    for rank, (weight, handle) in enumerate(zip(weights, handles, strict=True)):
+        shape = (handle.num_recv_tokens, *columns)
+        _check_array("topk_weights", weight, shape, np.dtype(np.float32), rank)
+
+
+def _check_array(
+    name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any], rank: int
+) -> None:
+    if array.ndim != 2 or array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"combine(): {name} must be {dtype} {shape}, got {array.dtype} {array.shape} "
+            f"on rank {rank}"
+        )

@@ -1,0 +1,1 @@
+"""Cases, inputs, comparison and process control, shared by tests, examples, check and bench."""

@@ -1,0 +1,363 @@
+"""The table of cases that every engine is held to, per number of ranks.
+
+About sixty rows for each number of ranks in which every pair of settings meets (``pairwise``),
+and a few fixed rows: the shapes of real models, and those that users' bug reports came with.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from deepep_cupy.testing.pairwise import Row, covering_rows
+
+__all__ = ["ADDABLE", "Case", "cases", "sequence", "table"]
+
+ADDABLE = (
+    *("bfloat16", "float16", "float32", "float64"),
+    *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+)
+"""Row dtypes that combine takes."""
+
+_MAX_CASE_BYTES = 36 << 20
+"""Bytes of x on all ranks together that a row of the pairwise table may have."""
+_FAIR_CASE_BYTES = 10 << 20
+"""Above this a row of the table takes the smallest values that its levels stand for."""
+
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One dispatch, and one combine where rows of this dtype can be added.
+
+    Attributes:
+        num_ranks: R.
+        num_tokens: T of each rank.
+        hidden: H, elements of a row.
+        num_experts: E; ``None`` where masks are dispatched.
+        num_topk: K; 0 where masks are dispatched.
+        dtype: Name of the row dtype; ``"V7"`` for opaque items of 7 bytes.
+        layout: Where the routing comes from: ``"topk"``, ``"mask"``, or a handle made by one of
+            these: ``"cached"``, ``"cached_mask"``.
+        index_dtype: ``"int32"`` or ``"int64"``; ``None`` where masks are dispatched.
+        weights: Whether weights travel, in dispatch and in combine.
+        num_biases: 0, 1 or 2 biases for combine.
+        expert_alignment: Of the dispatch from ``topk_idx``.
+        routing: ``"random"``; ``"half"``: half of the columns (or tokens of a mask) are empty;
+            ``"nothing"``; ``"one"``: every token to one and the same expert (rank);
+            ``"skewed"``: mostly to the low ones.
+    """
+
+    num_ranks: int
+    num_tokens: tuple[int, ...]
+    hidden: int
+    num_experts: int | None
+    num_topk: int
+    dtype: str
+    layout: str = "topk"
+    index_dtype: str | None = "int64"
+    weights: bool = True
+    num_biases: int = 0
+    expert_alignment: int = 1
+    routing: str = "random"
+
+    @property
+    def id(self) -> str:
+        """All settings in a readable word: names a test, and seeds its data."""
+        parts = [
+            f"R{self.num_ranks}",
+            "T" + ".".join(map(str, self.num_tokens)),
+            f"H{self.hidden}",
+            f"E{self.num_experts or 0}",
+            f"K{self.num_topk}",
+            _SHORT.get(self.dtype, self.dtype),
+            self.layout,
+            self.index_dtype or "noidx",
+            "w" if self.weights else "now",
+            f"b{self.num_biases}",
+            f"a{self.expert_alignment}",
+            self.routing,
+        ]
+        return "-".join(parts)
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """The row dtype itself."""
+        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.hidden * self.row_dtype.itemsize
+
+    @property
+    def num_max_tokens(self) -> int:
+        """The largest T of any rank, at least 1: what a Buffer must be made for."""
+        return max(1, *self.num_tokens)
+
+    @property
+    def cached(self) -> bool:
+        """Whether the dispatch under test runs on the handle of an earlier one."""
+        return self.layout.startswith("cached")
+
+    @property
+    def from_topk(self) -> bool:
+        """Whether the routing comes, in the end, from ``topk_idx`` rather than a mask."""
+        return self.layout in ("topk", "cached")
+
+    @property
+    def addable(self) -> bool:
+        """Whether the rows can be combined."""
+        return self.dtype in ADDABLE
+
+
+# Factors of the table: per factor its levels, per level the values it stands for. The values of
+# a level take turns from row to row; the pairs are pairs of levels. What leaves nothing to move
+# (no tokens, no choices) is no level: a pair that meets only there would not be tested.
+_DTYPES = (
+    ("bfloat16",),
+    ("float16",),
+    ("float32",),
+    ("float64",),
+    ("int8", "uint8", "int16", "uint16"),
+    ("int32", "int64", "uint64", "uint32"),
+    ("V7", "V5", "V13"),
+    ("float8_e4m3fn", "float8_e5m2"),
+)
+_SHARED: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "dtype": _DTYPES,
+    "layout": (("topk",), ("mask",), ("cached",), ("cached_mask",)),
+    "index_dtype": (("int64",), ("int32",), (None,)),
+    "weights": ((True,), (False,)),
+    "num_biases": ((0,), (1,), (2,)),
+    "routing": (("random",), ("half",), ("one",), ("skewed",)),
+}
+_ROW_TOKENS = (5, 64, 0, 300, 17, 129, 1, 33)
+_FEW_TOKENS = (2, 5, 0, 9, 1, 7, 3, 4)
+
+
+def _factors(num_ranks: int, small: bool) -> dict[str, tuple[tuple[Any, ...], ...]]:
+    def one_big(big: int) -> tuple[tuple[int, ...], ...]:
+        others = ((1, 3, 2, 0, 5, 4, 7) if small else (1, 127, 3, 0, 128, 31, 2))[: num_ranks - 1]
+        return tuple((*others[:at], big, *others[at:]) for at in range(num_ranks))
+
+    def ramp(tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple((*tokens[at:], *tokens[:at])[:num_ranks] for at in range(8))
+
+    def alternate(*tokens: int) -> tuple[int, ...]:
+        return (tokens * num_ranks)[:num_ranks]
+
+    def experts(*numbers: int) -> tuple[tuple[int | None, ...], ...]:
+        rounded = sorted({-(-number // num_ranks) * num_ranks for number in numbers})
+        return (*((number,) for number in rounded), (None,))
+
+    if small:
+        return _SHARED | {
+            "num_tokens": (
+                (alternate(0, 8) if num_ranks > 1 else (2,), alternate(6, 0)),
+                (alternate(1), alternate(3)),
+                ramp(_FEW_TOKENS),
+                one_big(21),
+            ),
+            "hidden": ((1, 3), (8, 16), (33, 40), (64, 72)),
+            "num_experts": experts(1, 2 * num_ranks, 64),
+            "num_topk": ((1,), (3,), (8,), (32,), (0,)),
+            "expert_alignment": ((1,), (8,)),
+        }
+    return _SHARED | {
+        "num_tokens": (
+            (alternate(0, 128) if num_ranks > 1 else (2,),),
+            (alternate(128, 0),),
+            (alternate(1), alternate(3), alternate(127)),
+            ramp(_ROW_TOKENS),
+            one_big(4095),
+            one_big(4097),
+        ),
+        "hidden": (
+            (33, 1, 3, 1001),
+            (64, 128, 200, 1000),
+            (512, 2048),
+            (2560, 3072, 4096),
+            (5120, 6144, 7168),
+            (8192, 16384),
+        ),
+        "num_experts": experts(1, 64, 160, 256, 1024),
+        "num_topk": ((1,), (6, 8), (9, 16), (32,), (0,)),
+        "expert_alignment": ((1,), (8,), (128,)),
+    }
+
+
+def _case_bytes(num_tokens: tuple[int, ...], hidden: int, dtype: str) -> int:
+    return sum(num_tokens) * hidden * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+class _Rules:
+    """What may stand in one row."""
+
+    def __init__(self, factors: Mapping[str, tuple[tuple[Any, ...], ...]]) -> None:
+        self._factors = factors
+
+    def allowed(self, row: Mapping[str, int]) -> bool:
+        """Masks have no choices, FP8 and opaque rows no biases, and nothing is huge."""
+        value = {name: self._factors[name][level][0] for name, level in row.items()}
+        is_mask = set()  # what each setting says about the routing; they must agree
+        if "layout" in value:
+            is_mask.add(value["layout"] in ("mask", "cached_mask"))
+        for name, none in (("num_topk", 0), ("num_experts", None), ("index_dtype", None)):
+            if name in value:
+                is_mask.add(value[name] == none)
+        if value.get("weights", False) or value.get("expert_alignment", 1) > 1:
+            is_mask.add(False)
+        if len(is_mask) > 1:
+            return False
+        if value.get("dtype", "int8") not in ADDABLE and value.get("num_biases", 0) > 0:
+            return False
+        return self.smallest_bytes(row) <= _MAX_CASE_BYTES
+
+    def smallest_bytes(self, row: Mapping[str, int]) -> int:
+        """Bytes of x with the smallest values that the levels stand for; 0 while any is open."""
+        if not {"num_tokens", "hidden", "dtype"} <= set(row):
+            return 0
+        values = [self._factors[name][row[name]] for name in ("num_tokens", "hidden", "dtype")]
+        return min(
+            _case_bytes(tokens, hidden, dtype)
+            for tokens in values[0]
+            for hidden in values[1]
+            for dtype in values[2]
+        )
+
+    def cost(self, row: Mapping[str, int]) -> float:
+        """Two MiB of rows weigh as much as one new pair."""
+        return self.smallest_bytes(row) / (2 << 20)
+
+
+def table(
+    num_ranks: int, small: bool = False
+) -> tuple[list[tuple[Row, Case]], dict[str, tuple[tuple[Any, ...], ...]], set[Any]]:
+    """Build the pairwise table.
+
+    Returns:
+        Per row its levels and its case; the factors; the pairs of levels that cannot meet.
+    """
+    factors = _factors(num_ranks, small)
+    rules = _Rules(factors)
+    levels = {name: len(values) for name, values in factors.items()}
+    rows, impossible = covering_rows(levels, rules.allowed, rules.cost, seed=num_ranks)
+    used: Counter[tuple[str, Any]] = Counter()
+    return [(row, _concrete(num_ranks, row, factors, used)) for row in rows], factors, impossible
+
+
+def _concrete(
+    num_ranks: int,
+    row: Row,
+    factors: Mapping[str, tuple[tuple[Any, ...], ...]],
+    used: Counter[tuple[str, Any]],
+) -> Case:
+    """Give each level the value it has used least among those that leave the case small."""
+    values = {name: factors[name][level][0] for name, level in row.items()}
+
+    def size_with(name: str, option: Any) -> int:
+        chosen = values | {name: option}
+        return _case_bytes(chosen["num_tokens"], chosen["hidden"], chosen["dtype"])
+
+    for name, level in row.items():
+        options = factors[name][level]
+        fair = [option for option in options if size_with(name, option) <= _FAIR_CASE_BYTES]
+        smallest = min(options, key=lambda option: size_with(name, option))
+        values[name] = min(fair or [smallest], key=lambda option: used[name, option])
+        used[name, values[name]] += 1
+    return Case(num_ranks=num_ranks, **values)
+
+
+def sequence(num_ranks: int) -> list[Case]:
+    """Cases that fit one Buffer, to be run on it in this order: sizes that jump up and down."""
+    few, many = (8, 512), (512, 8)
+    experts = -(-64 // num_ranks) * num_ranks
+    return [
+        Case(num_ranks, (tokens * num_ranks)[:num_ranks], 200, experts, 8, "bfloat16")
+        for tokens in (few, many, (4096, *[1] * (num_ranks - 1)))
+    ]
+
+
+def _empty(num_ranks: int, small: bool) -> list[Case]:
+    """Nothing to send at all, and tokens that go nowhere, from every kind of routing."""
+    hidden, some = (8, 5) if small else (1000, 127)
+    choices: dict[str, Any] = {"num_experts": 2 * num_ranks, "num_topk": 3}
+    no_choices: dict[str, Any] = {
+        "num_experts": None,
+        "num_topk": 0,
+        "index_dtype": None,
+        "weights": False,
+    }
+    kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("topk", "bfloat16", choices | {"num_biases": 2, "expert_alignment": 8}),
+        ("topk", "float8_e4m3fn", choices | {"index_dtype": "int32"}),
+        ("cached", "float32", choices | {"weights": False}),
+        ("mask", "float64", no_choices | {"num_biases": 1}),
+        ("cached_mask", "int16", no_choices),
+    )
+    return [
+        Case(num_ranks, (tokens,) * num_ranks, hidden, dtype=dtype, layout=layout,
+             routing="nothing", **settings)
+        for layout, dtype, settings in kinds
+        for tokens in (0, some)
+    ]  # fmt: skip
+
+
+def _large(num_ranks: int) -> list[Case]:
+    """Shapes of models: equal odd numbers of tokens, and rows of 7168 bfloat16."""
+
+    def experts(number: int) -> int:
+        return -(-number // num_ranks) * num_ranks
+
+    equal = functools.partial(Case, num_ranks, dtype="bfloat16", num_topk=8)
+    return [
+        equal((4095,) * num_ranks, 64, experts(64)),
+        equal((4097,) * num_ranks, 64, experts(160), index_dtype="int32"),
+        equal((128,) * num_ranks, 7168, experts(256), routing="skewed", num_biases=2),
+        # One prefill batch, whole; the other ranks send one token and receive.
+        Case(
+            num_ranks,
+            (*[1] * (num_ranks - 1), 4097),
+            7168,
+            experts(256),
+            num_topk=2,
+            dtype="bfloat16",
+            num_biases=1,
+        ),
+    ]
+
+
+@functools.lru_cache(maxsize=32)
+def _cases(num_ranks: int, small: bool) -> tuple[Case, ...]:
+    chosen = [case for _, case in table(num_ranks, small)[0]]
+    chosen += _empty(num_ranks, small)
+    if not small:
+        chosen += sequence(num_ranks) + _large(num_ranks)
+    return tuple(dict.fromkeys(chosen))
+
+
+def cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
+    """The cases for ``num_ranks`` ranks, 1 to 8; the same on every rank and in every run.
+
+    Args:
+        num_ranks: R.
+        small: A few tokens of a few elements with the same pairs: for a simulator.
+    """
+    if not 1 <= num_ranks <= 8:
+        raise ValueError(f"cases(): num_ranks must be 1 to 8, got {num_ranks}")
+    return _cases(num_ranks, small)
