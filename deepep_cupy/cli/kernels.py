@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compile_.add_argument("names", metavar="NAME", nargs="*", help="default: all kernels")
     compile_.add_argument("--arch", action="append", help="may be repeated; default: sm_90")
     compile_.add_argument("--loads", nargs="+", choices=_LOADS, default=["coherent"])
-    compile_.add_argument("--strict", action="store_true", help="fail when registers are spilled")
+    compile_.add_argument("--strict", action="store_true", help="fail on spills and on any stack")
     compile_.add_argument("--file", type=Path, help="compile this whole text instead")
     _add_shape(compile_)
 
@@ -131,12 +131,12 @@ def _report(rows: list[tuple[str, str, Compiled]], strict: bool) -> int:
                 how,
             )
         )
-        if used.spill_bytes:
+        if used.spill_bytes or used.stack_bytes:
             spilling.append(f"{compiled.name} for {compiled.target}")
     head = ("kernel", "arch", "loads", "registers", "shared", "stack", "spills", "")
     print(columns(head, table))
     if strict and spilling:
-        raise CompileError(f"registers are spilled by {', '.join(spilling)}")
+        raise CompileError(f"local memory is used (stack, spills) by {', '.join(spilling)}")
     return 0
 
 

@@ -270,9 +270,9 @@ def _run_nvrtc(text: str, name: str, options: Sequence[str], cubin: bool) -> tup
         try:
             nvrtc.compileProgram(program, tuple(options))
         except nvrtc.NVRTCError as error:
-            raise _NvrtcError(nvrtc.getProgramLog(program) or str(error)) from None
+            raise _NvrtcError(_text(nvrtc.getProgramLog(program)) or str(error)) from None
         code = _whole(bytes(nvrtc.getCUBIN(program))) if cubin else b""
-        return nvrtc.getProgramLog(program), _portable(_text(nvrtc.getPTX(program))), code
+        return _text(nvrtc.getProgramLog(program)), _portable(_text(nvrtc.getPTX(program))), code
     finally:
         nvrtc.destroyProgram(program)
 
@@ -316,7 +316,7 @@ def _window(text: str, at: int, shown: int) -> str:
 
 
 def _text(product: str | bytes) -> str:
-    """PTX as text; NVRTC ends it with a zero byte."""
+    """PTX or a log as text; NVRTC ends both with a zero byte."""
     text = product.decode() if isinstance(product, bytes) else product
     return text.rstrip("\0")
 
