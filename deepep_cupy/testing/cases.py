@@ -7,6 +7,7 @@ and a few fixed rows: the shapes of real models, and those that users' bug repor
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -201,8 +202,12 @@ def _factors(num_ranks: int, small: bool) -> dict[str, tuple[tuple[Any, ...], ..
     }
 
 
+def _itemsize(dtype: str) -> int:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
 def _case_bytes(num_tokens: tuple[int, ...], hidden: int, dtype: str) -> int:
-    return sum(num_tokens) * hidden * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    return sum(num_tokens) * hidden * _itemsize(dtype)
 
 
 class _Rules:
@@ -210,6 +215,11 @@ class _Rules:
 
     def __init__(self, factors: Mapping[str, tuple[tuple[Any, ...], ...]]) -> None:
         self._factors = factors
+        self._least = {
+            "num_tokens": [min(map(sum, level)) for level in factors["num_tokens"]],
+            "hidden": [min(level) for level in factors["hidden"]],
+            "dtype": [min(map(_itemsize, level)) for level in factors["dtype"]],
+        }
 
     def allowed(self, row: Mapping[str, int]) -> bool:
         """Masks have no choices, FP8 and opaque rows no biases, and nothing is huge."""
@@ -230,21 +240,16 @@ class _Rules:
 
     def smallest_bytes(self, row: Mapping[str, int]) -> int:
         """Bytes of x with the smallest values that the levels stand for; 0 while any is open."""
-        if not {"num_tokens", "hidden", "dtype"} <= set(row):
+        if not self._least.keys() <= row.keys():
             return 0
-        values = [self._factors[name][row[name]] for name in ("num_tokens", "hidden", "dtype")]
-        return min(
-            _case_bytes(tokens, hidden, dtype)
-            for tokens in values[0]
-            for hidden in values[1]
-            for dtype in values[2]
-        )
+        return math.prod(least[row[name]] for name, least in self._least.items())
 
     def cost(self, row: Mapping[str, int]) -> float:
         """Two MiB of rows weigh as much as one new pair."""
         return self.smallest_bytes(row) / (2 << 20)
 
 
+@functools.lru_cache(maxsize=32)
 def table(
     num_ranks: int, small: bool = False
 ) -> tuple[list[tuple[Row, Case]], dict[str, tuple[tuple[Any, ...], ...]], set[Any]]:
