@@ -6,6 +6,7 @@ Values are read when they are needed, never at import, so a test or a script may
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ __all__ = [
     "Variable",
     "assert_cached",
     "cache_dir",
+    "child_environment",
     "launcher_rank",
     "launcher_size",
     "loads",
@@ -157,3 +159,21 @@ def launcher_rank() -> int:
 def _integer(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else -1
+
+
+def child_environment(changes: Mapping[str, str | None], import_root: Path) -> dict[str, str]:
+    """Environment for a process of ours: this one's with changes (None: unset).
+
+    Args:
+        changes: Name → value.
+        import_root: Folder the child must be able to import from.
+    """
+    child = dict(os.environ)
+    search = [str(import_root), *child.get("PYTHONPATH", "").split(os.pathsep)]
+    child["PYTHONPATH"] = os.pathsep.join(part for part in search if part)
+    for name, value in changes.items():
+        if value is None:
+            child.pop(name, None)
+        else:
+            child[name] = value
+    return child

@@ -13,7 +13,7 @@ from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.board import AbortBoard
 from deepep_cupy.transport.group import Group
 
-__all__ = ["ENGINES", "make_engine"]
+__all__ = ["ENGINES", "make_engine", "why_not_cuda"]
 
 ENGINES = ("auto", "cuda", "host")
 _CUDA_ENGINE = "deepep_cupy.engines.cuda"
@@ -36,7 +36,7 @@ def make_engine(
     """
     if engine == "host":
         return HostEngine(group, board, spec)
-    votes = group.allgather(_why_not_cuda(spec, device))
+    votes = group.allgather(why_not_cuda(spec, device))
     against = [f"rank {rank}: {reason}" for rank, reason in enumerate(votes) if reason is not None]
     if not against:
         cuda: Any = importlib.import_module(_CUDA_ENGINE)
@@ -52,7 +52,7 @@ def make_engine(
     return HostEngine(group, board, spec)
 
 
-def _why_not_cuda(spec: BufferSpec, device: int | None) -> str | None:
+def why_not_cuda(spec: BufferSpec, device: int | None) -> str | None:
     """This rank's vote: ``None`` for cuda, else the reason against it."""
     try:
         module: Any = importlib.import_module(_CUDA_ENGINE)

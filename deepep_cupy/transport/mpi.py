@@ -15,12 +15,17 @@ from mpi4py import MPI
 from deepep_cupy.errors import ContractError
 from deepep_cupy.transport.group import Bytes, LinkError, Request
 
-__all__ = ["MPIGroup"]
+__all__ = ["MPIGroup", "world"]
 
 PAGE = 4096
 
 _kept: list[Request] = []
 """Requests that were under way when their Buffer failed; see ``Group.keep``."""
+
+
+def world() -> Any:
+    """``MPI.COMM_WORLD``, for the commands."""
+    return MPI.COMM_WORLD
 
 
 class MPIRequest:

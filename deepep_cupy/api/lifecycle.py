@@ -1,0 +1,189 @@
+"""The life of a Buffer: its states, what poisons it, how it is reset, closed and left behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+from deepep_cupy.engines.base import Engine
+from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
+from deepep_cupy.plan.headers import Kind
+from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.transport.group import Group
+from deepep_cupy.transport.lifetime import ExitGuard
+
+__all__ = ["Lifecycle", "State"]
+
+
+class State(Enum):
+    """Life of a Buffer."""
+
+    OPEN = "open"
+    POISONED = "poisoned"
+    CLOSED = "closed"
+
+
+_LEGAL = {
+    State.OPEN: {State.POISONED, State.CLOSED},
+    State.POISONED: {State.OPEN, State.CLOSED},
+    State.CLOSED: set[State](),
+}
+"""State → states that may follow: open → poisoned → open (reset) → closed."""
+
+
+class Lifecycle:
+    """What ``Buffer`` is without its operations. ``Buffer.__init__`` sets the attributes."""
+
+    _state: State
+    _spec: BufferSpec
+    _group: Group
+    _board: AbortBoard
+    _engine: Engine
+    _guard: ExitGuard
+
+    @property
+    def state(self) -> State:
+        """Where in its life this Buffer is."""
+        return self._state
+
+    def reset(self) -> None:
+        """Bring a poisoned Buffer back to work. Handles stay valid. Harmless on an open one.
+
+        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
+
+        Raises:
+            StateError: The Buffer is closed.
+            PeerTimeoutError: A rank did not come in ``timeout_s``; still poisoned, try again.
+            PeerAbortedError: A rank has left for ever: only ``close`` is left.
+        """
+        if self._state is State.CLOSED:
+            raise StateError(f"reset(): {self._closed()}")
+        with self._failures("reset"):
+            self._engine.reset()
+        self._guard.doomed = False
+        if self._state is State.POISONED:
+            self._become(State.OPEN)
+
+    def close(self) -> None:
+        """Free everything, together with all other ranks. A second call does nothing.
+
+        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
+
+        Raises:
+            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is closed all the
+                same; its memory is left to the end of the process, which ends all ranks.
+            PeerAbortedError: A rank has left for ever; the same follows.
+        """
+        if self._state is State.CLOSED:
+            return
+        self._become(State.CLOSED)
+        try:
+            self._engine.close(collective=True)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._board.free()
+        self._group.free()
+        self._guard.end()
+
+    def destroy(self) -> None:
+        """DeepEP's name for ``close``."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._state is not State.CLOSED:
+            # The others may be anywhere: tell them, and wait for nobody.
+            self._become(State.CLOSED)
+            self._leave(error)
+            if isinstance(error, SystemExit) and error.code not in (None, 0):
+                self._guard.code = error.code if isinstance(error.code, int) else 1
+                self._guard.doomed = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", State.CLOSED) is not State.CLOSED:
+            warnings.warn(
+                f"a {self._state.value} Buffer was dropped without close(); its memory is left to "
+                f"the end of the process",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    # ------------------------------------------------------------------------------------ states
+
+    def _become(self, state: State) -> None:
+        if state not in _LEGAL[self._state]:
+            raise StateError(f"a Buffer cannot go from {self._state.value} to {state.value}.")
+        self._state = state
+
+    def _closed(self) -> str:
+        return f"this Buffer is closed on rank {self._spec.rank}; make a new one on every rank."
+
+    def _must_be_open(self, operation: str) -> None:
+        if self._state is State.CLOSED:
+            raise StateError(f"{operation}(): {self._closed()}")
+        if self._state is State.POISONED:
+            raise StateError(
+                f"{operation}(): this Buffer is poisoned on rank {self._spec.rank} by an earlier "
+                f"failure; call reset() or close() on every rank."
+            )
+
+    @contextmanager
+    def _operation(self, name: str, kind: Kind) -> Iterator[None]:
+        """Run an operation; a refused argument of this rank is told to all ranks."""
+        self._must_be_open(name)
+        with self._failures(name):
+            try:
+                yield
+            except ContractError as error:
+                if error.refusal is not None:
+                    self._engine.refuse(kind, error.refusal)
+                raise
+
+    @contextmanager
+    def _failures(self, name: str) -> Iterator[None]:
+        """Poison the Buffer when anything but a contract or a state is broken."""
+        try:
+            yield
+        except (ContractError, StateError):
+            raise
+        except (PeerTimeoutError, PeerAbortedError):
+            self._poison()
+            raise
+        except BaseException as error:
+            # This rank's half of the operation is missing: the others must not wait for it.
+            self._engine.abort(f"{type(error).__name__} in {name}(): {error}")
+            self._poison()
+            raise
+
+    def _poison(self) -> None:
+        self._guard.doomed = True
+        if self._state is State.OPEN:
+            self._become(State.POISONED)
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank is gone for ever; tell the others, and free what can be freed alone."""
+        rank, text = self._spec.rank, f"{type(error).__name__}: {error}"
+        known = self._board.find()
+        late = error.late_ranks if isinstance(error, PeerTimeoutError) else ()
+        if late:
+            known = Abort(AbortReason.TIMEOUT, rank, late, "close")
+        self._board.abort(known or Abort(AbortReason.ERROR, rank, (), text), RankState.LEFT)
+        self._engine.close(collective=False)
+        if isinstance(error, PeerTimeoutError | PeerAbortedError):
+            self._guard.doomed = True
