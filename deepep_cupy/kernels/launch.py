@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.kernels.spec import Field, KernelSpec, StructLayout
+from deepep_cupy.kernels.spec import Field, StructLayout
 
-__all__ = ["CudaDriver", "Driver", "Launch", "Occupancy", "Packed", "occupancy"]
+__all__ = ["CudaDriver", "Driver", "Launch", "Launchable", "Occupancy", "Packed", "occupancy"]
 
 
 class Driver(Protocol):
@@ -47,6 +47,31 @@ class Driver(Protocol):
 
     def num_sms(self) -> int:
         """SMs of the current device."""
+        ...
+
+
+class Launchable(Protocol):
+    """What a launch must know of a function: a ``KernelSpec``, or an entry of a PTX module."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    def layout(self, constants: Mapping[str, int]) -> StructLayout:
+        """The parameters, one behind the other."""
+        ...
+
+    def param_offsets(self, constants: Mapping[str, int]) -> tuple[int, ...]:
+        """Where each parameter of the function begins."""
+        ...
+
+    def num_threads(self, constants: Mapping[str, int]) -> int:
+        """Threads a block."""
+        ...
+
+    def num_shared_bytes(self, constants: Mapping[str, int]) -> int:
+        """Bytes of dynamic shared memory a block."""
         ...
 
 
@@ -246,7 +271,7 @@ class Launch:
 
     Args:
         loaded: The function, from ``kernels.compile.load``.
-        spec: Its spec.
+        spec: Its spec, or its entry in the manifest of the PTX modules.
         constants: What it was compiled with.
         grid: Blocks. They wait for each other, so that all must be resident at once.
         values: A value for every field of the parameter struct, see ``Packed``.
@@ -261,7 +286,7 @@ class Launch:
     def __init__(
         self,
         loaded: Loaded,
-        spec: KernelSpec,
+        spec: Launchable,
         constants: Mapping[str, int],
         *,
         grid: int,
@@ -277,7 +302,9 @@ class Launch:
         self.packed = Packed(spec.layout(constants), values, f"launch of {spec.name}")
         self._loaded = loaded
         self._check_resident(used, reserved_blocks)
-        self._pointers = (ctypes.c_void_p * 1)(self.packed.address)
+        offsets = spec.param_offsets(constants)
+        addresses = [self.packed.address + offset for offset in offsets]
+        self._pointers = (ctypes.c_void_p * len(offsets))(*addresses)
         self._call = used.prepare(
             loaded.function,
             grid,

@@ -256,6 +256,11 @@ class KernelSpec:
         """The bytes of the parameter struct."""
         return self.struct.layout(constants)
 
+    def param_offsets(self, constants: Mapping[str, int]) -> tuple[int, ...]:
+        """Where each parameter of the function begins: there is one, the struct."""
+        del constants
+        return (0,)
+
     def num_threads(self, constants: Mapping[str, int]) -> int:
         """Threads a block."""
         return self._number("threads", self.threads, constants)
