@@ -313,7 +313,11 @@ class Pool:
             return None
         pending = home.take(offset, nbytes)
         if pending and not capture:
-            self._clock.wait_for(stream, pending.values())
+            try:
+                self._clock.wait_for(stream, pending.values())
+            except BaseException:
+                home.insert(Segment(offset, offset + nbytes, pending))
+                raise
         block = Block(offset, nbytes, stream, label, capture, self._clock.tick)
         self._live[offset] = block
         insort(self._live_offsets, offset)
@@ -388,16 +392,12 @@ class Pool:
 
     def _compact(self) -> None:
         """Ask which pending work is over, so that segments melt and streams are forgotten."""
-        over: dict[Mark, bool] = {}
-        for segment in (segments := self._free.drain()):
-            for stream, mark in list(segment.pending.items()):
-                if mark not in over:
-                    over[mark] = self._clock.ask(mark)
-                if over[mark]:
-                    del segment.pending[stream]
-        for segment in segments:
-            self._free.insert(segment)
-        self._compact_at = max(MAX_FACTS, 2 * len(self._free))
+        marks = [mark for segment in self._free for mark in segment.pending.values()]
+        over = self._clock.ask(dict.fromkeys(marks))
+        for segment in self._free.drain():
+            left = {s: mark for s, mark in segment.pending.items() if mark not in over}
+            self._free.insert(Segment(segment.offset, segment.end, left))
+        self._compact_at = len(self._free) + MAX_FACTS
 
     def _exhausted(self, nbytes: int, label: str, capture: int) -> PoolExhaustedError:
         blocks = sorted(self.live(), key=lambda block: -block.nbytes)

@@ -103,15 +103,22 @@ class StreamClock:
         """Whether the host knows that nothing is pending on ``segment``. Calls no CUDA."""
         return all(self.is_over(mark) for mark in segment.pending.values())
 
-    def ask(self, mark: Mark) -> bool:
-        """Whether the work of ``mark`` is over; asks the event, and records one to ask later."""
-        if self.is_over(mark):
-            return True
-        if mark.event is not None:
-            return self.events.query(mark.event)
-        if self.events.capture_id(mark.stream) == 0:
-            self.record(mark)
-        return False
+    def ask(self, marks: Iterable[Mark]) -> set[Mark]:
+        """Which marks' work is over. Those without an event get one, to be asked the next time."""
+        over: set[Mark] = set()
+        recorded: dict[Stream, Mark] = {}
+        for mark in marks:
+            if self.is_over(mark):
+                over.add(mark)
+            elif mark.event is not None:
+                if self.events.query(mark.event):
+                    over.add(mark)
+            elif (known := recorded.get(mark.stream)) is not None:
+                mark.event, mark.covers = known.event, known.covers
+            elif self.events.capture_id(mark.stream) == 0:
+                self.record(mark)
+                recorded[mark.stream] = mark
+        return over
 
     def needs_wait(self, stream: Stream) -> Callable[[Mark], bool]:
         """The question whether ``stream`` must wait for a mark."""

@@ -132,11 +132,11 @@ class FreeList:
             cost: (streams to wait for, newest tick among them) of a segment; ``None``: unusable.
         """
         best: tuple[int, int, int] | None = None
-        segments = self._segments
-        for first, head in enumerate(segments):
+        priced = [(segment, cost(segment)) for segment in self._segments]
+        for first, (head, _) in enumerate(priced):
             waits, newest, end = 0, 0, head.offset
-            for segment in segments[first:]:
-                price = cost(segment)
+            for at in range(first, len(priced)):
+                segment, price = priced[at]
                 if segment.offset != end or price is None:
                     break
                 waits, newest, end = max(waits, price[0]), max(newest, price[1]), segment.end
