@@ -316,7 +316,7 @@ class Pool:
             try:
                 self._clock.wait_for(stream, pending.values())
             except BaseException:
-                home.insert(Segment(offset, offset + nbytes, pending))
+                home.insert(Segment(offset, offset + nbytes, dict(pending)))
                 raise
         block = Block(offset, nbytes, stream, label, capture, self._clock.tick)
         self._live[offset] = block
@@ -328,11 +328,7 @@ class Pool:
         return block
 
     def _find(self, nbytes: int, stream: Stream) -> int | None:
-        needs_wait = self._clock.needs_wait(stream)
-
-        def ready(segment: Segment) -> bool:
-            return not segment.pending or not any(map(needs_wait, segment.pending.values()))
-
+        ready = self._clock.ready(stream)
         if nbytes >= self._large:
             offset = self._free.first_fit(nbytes, ready)
         else:
@@ -369,7 +365,7 @@ class Pool:
             block.gone = True
             if not block.quarantined:
                 self._retire(block)
-                if not block.capture:
+                if block.uses and not block.capture:
                     foreign.update((stream, self._clock.mark(stream)) for stream in block.uses)
         if may_record:
             # Another stream than the block's own will be waited for sooner or later; an event
@@ -384,7 +380,9 @@ class Pool:
         del self._live_offsets[bisect_left(self._live_offsets, block.offset)]
         self._live_bytes -= block.nbytes
         mark = self._clock.mark
-        pending = {stream: mark(stream) for stream in (block.stream, *block.uses)}
+        pending = {block.stream: mark(block.stream)}
+        for stream in block.uses:
+            pending[stream] = mark(stream)
         self._home(block.capture).insert(Segment(block.offset, block.end, pending))
 
     def _home(self, capture: int) -> FreeList:

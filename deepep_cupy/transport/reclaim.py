@@ -136,6 +136,18 @@ class StreamClock:
 
         return needs
 
+    def ready(self, stream: Stream) -> Callable[[Segment], bool]:
+        """The question whether ``stream`` may use a segment without any wait."""
+        needs = self.needs_wait(stream)
+
+        def ready(segment: Segment) -> bool:
+            pending = segment.pending
+            if not pending or (len(pending) == 1 and stream in pending):
+                return True
+            return not any(map(needs, pending.values()))
+
+        return ready
+
     def price(self, stream: Stream) -> Callable[[Segment], tuple[int, int] | None]:
         """What waiting costs ``stream`` on a segment: (number of waits, newest tick), or ``None``
         where no event can be recorded now."""

@@ -149,10 +149,15 @@ class FreeList:
     def take(self, offset: int, nbytes: int) -> dict[Stream, Mark]:
         """Cut ``[offset, offset + nbytes)`` out and return what is pending on it.
 
-        The range must be free: it comes from one of the searches.
+        The range must be free: it comes from one of the searches. The result must not be changed.
         """
         end = offset + nbytes
         first = bisect_right(self._offsets, offset) - 1
+        segment = self._segments[first]
+        self.nbytes -= nbytes
+        if segment.end > end and segment.offset == offset:  # the usual case, without a new list
+            segment.offset = self._offsets[first] = end
+            return segment.pending
         last = first
         pending: dict[Stream, Mark] = {}
         rest: list[Segment] = []
@@ -168,7 +173,6 @@ class FreeList:
                 break
         self._segments[first:last] = rest
         self._offsets[first:last] = [segment.offset for segment in rest]
-        self.nbytes -= nbytes
         return pending
 
     def take_overlap(self, offset: int, end: int) -> list[Segment]:
@@ -178,7 +182,7 @@ class FreeList:
             for segment in self._segments
             if segment.offset < end and segment.end > offset
         ]
-        return [Segment(low, high, self.take(low, high - low)) for low, high in inside]
+        return [Segment(low, high, dict(self.take(low, high - low))) for low, high in inside]
 
     def drain(self) -> list[Segment]:
         """Take everything."""
