@@ -9,7 +9,7 @@ USAGE (1, 2, 4 or 8 ranks; needs the extra "examples"):
     options: --dtype float64 (losses then do not depend on the number of ranks), --losses FILE
 
 Expected output: the engine, a progress bar with the loss, and (on any number of ranks)
-    OK: test accuracy 97.2 %, loss 2.36 -> 0.01
+    OK: test accuracy 98.0 %, loss 2.51 -> 0.0131
 """
 
 import argparse
@@ -27,7 +27,7 @@ comm = MPI.COMM_WORLD
 rank, num_ranks = comm.rank, comm.size
 hidden, ffn, num_experts, num_topk, num_classes = 48, 64, 8, 2, 10
 num_local = num_experts // num_ranks  # this rank's experts: a slice of all
-num_train, batch_size, num_steps = 1440, 240, 240
+num_train, batch_size, num_steps = 1440, 240, 150
 
 
 def forward(xp, buffer, p, x, balance):

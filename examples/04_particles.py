@@ -9,7 +9,7 @@ USAGE (1 to 8 ranks; needs the extra "examples"):
     mpirun -n 4 python -m mpi4py examples/04_particles.py --plot particles.png
 
 Expected output: the engine, a progress bar, momentum kept to about 1e-15, and
-    OK: 320 particles are where one process puts them, to 4e-11 (side of the box: 24)
+    OK: 240 particles are where one process puts them, to 4e-12 (side of the box: 24)
 """
 
 import argparse
@@ -26,7 +26,7 @@ from deepep_cupy import Buffer
 comm = MPI.COMM_WORLD
 rank, num_ranks = comm.rank, comm.size
 box, reach, stiffness = 24.0, 1.0, 60.0  # a slab is never narrower than two reaches: 24 / 8 = 3
-num_particles, num_steps, time_step = 320, 240, 0.01
+num_particles, num_steps, time_step = 240, 150, 0.015
 
 
 def pairs(xp, a, b):
@@ -100,7 +100,7 @@ def judge(start, history, plot):
     """True when momentum is kept and every particle is where one process puts it."""
     energy, momentum = conservation(history)
     if plot:
-        moments = [(i * time_step, [s for s, _ in history[i]]) for i in (0, 80, num_steps)]
+        moments = [(i * time_step, [s for s, _ in history[i]]) for i in (0, 50, num_steps)]
         errors = np.arange(num_steps + 1) * time_step, energy, momentum
         plot_particles(plot, moments, errors, box, reach)
 

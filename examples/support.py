@@ -48,7 +48,7 @@ class Adam:
 def two_discs(number):
     """Rows of x, y, velocity, mass and number: a light disc and a heavy one, about to collide."""
     n = np.arange(number // 2)
-    radius, angle = 0.34 * np.sqrt(n + 0.5), n * np.pi * (3 - 5**0.5)  # a sunflower
+    radius, angle = 0.38 * np.sqrt(n + 0.5), n * np.pi * (3 - 5**0.5)  # a sunflower
     discs = []
     for which, (x, y, speed, mass) in enumerate([(5.5, 12.8, 2.5, 1.0), (18.5, 11.2, -2.0, 3.0)]):
         columns = (x + radius * np.cos(angle), y + radius * np.sin(angle), speed, 0.2, mass)
