@@ -1,9 +1,7 @@
 """The pool under 10^5 random steps, against an oracle that knows what happens before what.
 
-The oracle keeps a vector clock per stream: which work of which stream is over before the next
-work on this one can begin, as far as waits and the host's observations force it. A block handed
-out and touched while an earlier owner's work is not *forced* to be over is a race, whether or not
-a particular run would show it. The last test breaks the pool in eight ways and wants each found.
+The oracle is ``deepep_cupy.testing.streams``. The last tests break the pool in many ways, and
+want each found.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import threading
 import pytest
 
 from deepep_cupy.errors import StateError
+from deepep_cupy.testing.streams import LEGACY, RaceError, StreamModel, merge
 from deepep_cupy.transport import pool as pool_module
 from deepep_cupy.transport import reclaim
 from deepep_cupy.transport.pool import ALIGNMENT, Pool, PoolExhaustedError
@@ -23,7 +22,6 @@ from deepep_cupy.transport.segments import FreeList, Mark
 
 CELLS = 512
 START = 8 * ALIGNMENT
-LEGACY = "legacy stream"
 
 
 @pytest.fixture(autouse=True)
@@ -32,116 +30,8 @@ def no_garbage_collection(monkeypatch):
     monkeypatch.setattr(pool_module.gc, "collect", lambda: 0)
 
 
-class RaceError(AssertionError):
-    """Memory handed out that somebody may still use."""
-
-
-def merge(into, other):
-    for stream, count in other.items():
-        if count > into.get(stream, 0):
-            into[stream] = count
-
-
-class Event:
-    def __init__(self, clock):
-        self.clock = clock
-
-
-class World:
-    """Streams, captures and cells: an ``EventSource`` that sees every hazard."""
-
-    def __init__(self, rng):
-        self.rng = rng
-        self.serial = 0
-        self.clocks = {}
-        self.host = {}
-        self.captures = {}
-        self.sealed = False
-        self.touches = [[] for _ in range(CELLS)]
-        self.withheld = set()
-        self.graph_of = {}
-
-    # -- EventSource
-
-    def capture_id(self, stream):
-        if stream == LEGACY:
-            return -1 if self.captures else 0
-        return self.captures.get(stream, 0)
-
-    def record(self, stream):
-        self._no_capture("record", stream)
-        self.enqueue(stream)
-        return Event(dict(self.clocks[stream]))
-
-    def wait(self, stream, event):
-        self._no_capture("wait", stream)
-        merge(self.clocks.setdefault(stream, {}), event.clock)
-
-    def query(self, event):
-        if self.sealed:
-            raise RaceError("query under capture")
-        if self.rng.random() < 0.5:
-            return False
-        merge(self.host, event.clock)
-        return True
-
-    def _no_capture(self, what, stream):
-        if self.sealed or self.capture_id(stream):
-            raise RaceError(f"{what} on {stream} under capture")
-
-    # -- what the program does
-
-    def enqueue(self, stream):
-        clock = self.clocks.setdefault(stream, {})
-        merge(clock, self.host)
-        self.serial += 1
-        clock[stream] = self.serial
-
-    def touch(self, stream, block, nbytes=None):
-        """Queue work on ``stream`` that touches ``block``."""
-        if stream in self.captures:
-            self._touch_captured(stream, block)
-            return
-        self.enqueue(stream)
-        clock = self.clocks[stream]
-        for cell in cells(block, nbytes):
-            if cell in self.withheld:
-                raise RaceError(f"{block} is in quarantine")
-            if cell in self.graph_of:
-                raise RaceError(f"{block} belongs to graph {self.graph_of[cell]}")
-            kept = []
-            for owner, other, count in self.touches[cell]:
-                if owner is block:
-                    kept.append((owner, other, count))
-                elif count > clock.get(other, 0):
-                    raise RaceError(f"{block} on {stream}: work {count} of {other} may still run")
-            self.touches[cell] = [*kept, (block, stream, clock[stream])]
-
-    def _touch_captured(self, stream, block):
-        number = self.captures[stream]
-        for cell in cells(block):
-            if cell in self.withheld:
-                raise RaceError(f"{block} is in quarantine")
-            if self.graph_of.setdefault(cell, (number, stream)) != (number, stream):
-                raise RaceError(f"{block} on {stream} belongs to graph {self.graph_of[cell]}")
-            for owner, other, count in self.touches[cell]:
-                if owner is not block and count > self.host.get(other, 0):
-                    raise RaceError(f"{block} in graph {number}: work {count} of {other} may run")
-
-    def follow(self, stream, leader):
-        """``stream`` waits for all that ``leader`` has queued."""
-        self.wait(stream, self.record(leader))
-
-    def synchronize(self):
-        """All that was queued is over: it can race with nothing any more."""
-        self.clocks.clear()
-        self.host.clear()
-        self.touches = [[] for _ in range(CELLS)]
-
-
-def cells(block, nbytes=None):
-    low = (block.offset - START) // ALIGNMENT
-    return range(low, low + (nbytes or block.nbytes) // ALIGNMENT)
+def model(rng=None):
+    return StreamModel(rng or random.Random(0), START, CELLS, ALIGNMENT)
 
 
 class Program:
@@ -149,7 +39,7 @@ class Program:
 
     def __init__(self, seed, pool_class=Pool):
         self.rng = random.Random(seed)
-        self.world = World(self.rng)
+        self.world = model(self.rng)
         self.pool = pool_class(CELLS * ALIGNMENT, self.world, start=START)
         self.arrays = []
         self.captured = []
@@ -261,7 +151,7 @@ class Program:
         if stream in self.world.captures:
             self.world.synchronize()
             self.pool.record_stream(block, stream)
-            for cell in cells(block):
+            for cell in self.world.cells(block):
                 self.world.graph_of[cell] = (self.world.captures[stream], stream)
             return
         self.world.follow(stream, block.stream)
@@ -307,7 +197,7 @@ class Program:
                 self.alloc()
         self.pool.quarantine(block)
         self.counts["quarantined"] += 1
-        for cell in cells(block):
+        for cell in self.world.cells(block):
             self.world.withheld.add(cell)
         self.arrays = [each for each in self.arrays if not each[0].quarantined]
 
@@ -396,7 +286,7 @@ def test_no_race_and_no_byte_lost_in_random_programs(seed):
 
 def test_streams_that_come_and_go_leave_nothing_behind():
     """One stream a call, never seen again, 20 of them busy: marks and segments stay bounded."""
-    world = World(random.Random(0))
+    world = model()
 
     def query(event):
         over = max(event.clock.values()) < world.serial - 20
@@ -522,7 +412,7 @@ def test_the_oracle_finds_a_broken_pool(breakage, monkeypatch):
 
 
 def test_the_model_itself_refuses_what_cuda_refuses():
-    world = World(random.Random(0))
+    world = model()
     world.captures["a"] = 1
     with pytest.raises(RaceError):
         world.record("a")
