@@ -137,10 +137,15 @@ class Allocation:
         self.address = address
         self.may_free = False
 
+    def free(self) -> None:
+        """Free it now; nobody has it mapped, and no array over it exists."""
+        self.may_free = False
+        with contextlib.suppress(Exception):  # at the interpreter's end nothing may be left
+            self._memory.free(self.address)
+
     def __del__(self) -> None:
         if self.may_free:
-            with contextlib.suppress(Exception):  # at the interpreter's end nothing may be left
-                self._memory.free(self.address)
+            self.free()
 
 
 @dataclass
@@ -184,8 +189,10 @@ class SymmetricRegion:
         self.offers: list[Offer] = group.allgather(offer)
         error = explain_offers(self.offers)
         if error is not None:
-            _drop(allocation)  # nobody has opened it
+            if allocation is not None:
+                allocation.free()  # nobody has opened it
             raise error
+        assert allocation is not None  # an offer without error has one
         opened = self._open_peers()
         # Behind this line every region is zeroed and open on every rank.
         failures = [each for rank in group.allgather(opened.failures) for each in rank]
@@ -194,9 +201,8 @@ class SymmetricRegion:
                 with contextlib.suppress(Exception):
                     memory.close(address)
             group.allgather(None)  # nobody has it open any more
-            _drop(allocation)
+            allocation.free()
             raise explain_failures(self.offers, failures)
-        assert allocation is not None  # an offer without error has one
         self.allocation = allocation
         self._opened = opened.base
         self.base = allocation.address
@@ -266,11 +272,6 @@ class SymmetricRegion:
     def leave(self) -> None:
         """Local. Leave mappings and memory to the process's end: a peer may still use them."""
         self._closed = True
-
-
-def _drop(allocation: Allocation | None) -> None:
-    if allocation is not None:
-        allocation.may_free = True
 
 
 def explain_offers(offers: Sequence[Offer]) -> RegionError | None:
