@@ -23,6 +23,7 @@ HELLO = FOLDER / "01_hello_roundtrip.py"
 LAYER = FOLDER / "02_moe_layer.py"
 DIGITS = FOLDER / "03_train_digits.py"
 PARTICLES = FOLDER / "04_particles.py"
+PTX = FOLDER / "05_read_the_ptx.py"
 ALL = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 WITH_FAULT = Path(__file__).with_name("with_fault.py")
 NUM_EXPERTS_OF_DIGITS = 8
@@ -134,6 +135,63 @@ def test_an_error_on_one_rank_ends_all():
     assert "planted" in run.outputs[1], run
 
 
+# ------------------------------------------------------------------------------------ without MPI
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None, reason="needs NVRTC through CuPy: no cupy"
+)
+DELETE_A_WAIT = """
+import re, runpy, sys
+import deepep_cupy.kernels as kernels
+real = kernels.kernel_ptx
+kernels.kernel_ptx = lambda *a, **k: re.sub(r"cp.async.bulk.wait_group +0;", "", real(*a, **k))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_alone(*words):
+    return run_program([sys.executable, *map(str, words)])
+
+
+def run_program(words):
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=env.child_environment({}, ROOT),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_ptx_is_shown_and_explained(arch):
+    child = run_alone(PTX, "--arch", arch, "--ranks", "4")
+    assert child.returncode == 0, child.stdout + child.stderr
+    kernel = "dispatch" if arch == "sm_80" else "dispatch_bulk"
+    assert child.stdout.splitlines()[-1] == f"OK: the rows of {kernel} move as part 3 says"
+    assert f"KERNEL {kernel}(" in child.stdout
+    assert f".visible .entry {kernel}(" in child.stdout
+
+
+@needs_compiler
+def test_all_of_the_text_and_the_ptx():
+    child = run_alone(PTX, "--full")
+    assert child.returncode == 0, child.stderr
+    assert "#line" in child.stdout
+    assert ".target sm_90" in child.stdout
+
+
+@needs_compiler
+def test_a_missing_instruction_is_noticed():
+    child = run_alone("-c", DELETE_A_WAIT, PTX)
+    assert child.returncode == 1, child.stderr
+    assert child.stdout.splitlines()[-1].startswith("WRONG: "), child.stdout
+
+
 # ----------------------------------------------------------------------------- what a reader sees
 
 
@@ -161,15 +219,7 @@ def test_the_usage_lines_work_as_they_stand(example):
         words = [{"mpirun": mpirun(), "python": sys.executable}.get(word, word) for word in words]
         if is_open_mpi() and words[0] == mpirun():
             words.insert(1, "--oversubscribe")
-        child = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=env.child_environment({}, ROOT),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        child = run_program(words)
         assert child.returncode == 0, child.stdout + child.stderr
         # The last line of the docstring is what the last line of the output looks like.
         assert child.stdout.splitlines()[-1].startswith(lines[-1][:8]), child.stdout
