@@ -41,7 +41,7 @@ def open_region(group: Group, device: int, nbytes: int, *, zero_bytes: int = 0) 
 
 
 def device_uuid(device: int) -> str:
-    """UUID of a GPU (of a MIG instance, where there is one), as 32 hexadecimal digits."""
+    """UUID of a GPU (of a MIG instance, where there is one), written as ``nvidia-smi`` does."""
     from cuda.bindings import driver
 
     success = driver.CUresult.CUDA_SUCCESS
@@ -50,7 +50,10 @@ def device_uuid(device: int) -> str:
     if status == success:
         status, uuid = driver.cuDeviceGetUuid(handle)
         if status == success:
-            return bytes(uuid.bytes).hex()
+            digits = bytes(uuid.bytes).hex()
+            return "-".join(
+                ("GPU", digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+            )
     raise PlatformError(f"asking for the UUID of device {device}: the driver answered {status!r}")
 
 
