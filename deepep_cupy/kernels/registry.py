@@ -14,7 +14,7 @@ COMM = Struct(
     (
         Param("peer", "u8*", "kNumRanks", "symmetric region of each rank, as mapped here"),
         Param("report", "u64*", doc="host memory: counts and failures (plan/layout.py)"),
-        Param("board", "const u64*", doc="host memory: abort words of the node, or null"),
+        Param("board", "const u32*", doc="host memory: abort words of the node, or null"),
         Param("timeout_ns", "u64", doc="most nanoseconds any wait may last"),
         Param("board_stride", "u32", doc="words between the ranks' lines of the board"),
         Param("serial", "u32", doc="number of this launch on this rank, never 0"),
@@ -60,6 +60,7 @@ DISPATCH = Struct(
 COMBINE = Struct(
     "CombineCommon",
     (
+        Param("x", "const u8*", doc="[N] rows of this rank, as it reads them itself"),
         Param("out", "u8*", doc="[T] rows"),
         Param("combined_weights", "u32*", doc="[T, K] float32 bits, or null"),
         Param("bias", "const u8*", 2, "[T] rows each, or null"),

@@ -12,13 +12,13 @@ struct Shared {
 static_assert(sizeof(Shared) <= kCombineSharedBytes, "SHARED_HEAD in plan/constants.py is small");
 
 constexpr int kMostSources = kNumRanks + 2;
-// Loads in flight a lane: about 16, shared between the sources.
-constexpr int kUnroll = kMostSources <= 4 ? 4 : (kMostSources <= 6 ? 2 : 1);
 
 // Adds up one token's row. kBytes: 16, or one element where rows are not aligned.
 template <class Number, int kBytes>
 DEVICE void add_row(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 token,
                     u32 row, u32 sources) {
+    // Loads in flight a lane: about 16, shared between the sources.
+    constexpr int kUnroll = kBytes < 16 ? 1 : kMostSources <= 4 ? 4 : kMostSources <= 6 ? 2 : 1;
     const u8* address[kMostSources];
     UNROLL
     for (int source = 0; source < kMostSources; ++source) {

@@ -48,7 +48,9 @@ DEVICE u32 row_of_lane(const CombineCommon& d, u32 token) {
     return read_local_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
 }
 
-DEVICE const u8* peer_rows(const CommParams& c, const CommShared& s, u32 rank) {
+DEVICE const u8* rows_of_rank(const CommParams& c, const CommShared& s, const CombineCommon& d,
+                              u32 rank) {
+    if (rank == c.rank) return d.x;
     return c.peer[rank] + static_cast<u64>(s.headers[rank][kWordRowsOffset]) * kOffsetUnit;
 }
 
@@ -58,7 +60,7 @@ DEVICE const u8* source_address(const CommParams& c, const CommShared& s, const 
     if (source < 2) return d.bias[source] + static_cast<u64>(token) * d.row_bytes;
     u32 rank = source - 2;
     u32 there = warp_shuffle(row, rank);
-    return peer_rows(c, s, rank) + static_cast<u64>(there) * d.row_bytes;
+    return rows_of_rank(c, s, d, rank) + static_cast<u64>(there) * d.row_bytes;
 }
 
 // ---- weights ----

@@ -34,7 +34,7 @@ DEVICE bool told_to_stop(const CommParams& c, bool look_at_board) {
     if (ld_relaxed_sys_u32(abort) != 0u) return true;
     if (!look_at_board || c.board == nullptr) return false;
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
-        if (ld_relaxed_sys_u64(c.board + rank * c.board_stride) != 0u) {
+        if (ld_relaxed_sys_u32(c.board + rank * c.board_stride) != 0u) {
             red_or_relaxed_gpu_u32(abort, abort_word(kAbortRaised, 0u, rank));
             return true;
         }

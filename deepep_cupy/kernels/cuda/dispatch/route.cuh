@@ -15,13 +15,17 @@
 
 // The routing part of a block's shared memory.
 struct RouteShared {
-    u32 bad_token;                          // lowest (token * 2 + duplicate) + 1 of this rank, or ~0
+    u32 bad_token;                          // lowest token with a bad choice, see kDuplicate; or ~0
     u32 total[kNumRanks];                   // rows this rank sends to each rank
     u32 before[kNumRanks];                  // of them, rows of lower blocks
     u32 base[kNumRanks];                    // what to add to a slot to get the absolute row
     u32 running[kNumRanks];                 // rows of this block so far
     u32 warp_count[kNumWarps][kNumRanks];   // rows of each warp in the current chunk
 };
+
+// Added to the number of a token that names an expert twice: tokens with an expert out of range
+// are reported first.
+constexpr u32 kDuplicate = 0x80000000u;
 
 struct Range {
     u32 first;
@@ -106,7 +110,7 @@ DEVICE void scan_block(const CommParams& c, const DispatchCommon& d, RouteShared
         bool mine = token < tokens.end;
         Destinations to = {0, 0};
         if (mine) to = scan_token(c, d, token);
-        if (to.bad != 0) shared_min(&s.bad_token, token * 2u + to.bad - 1u + 1u);
+        if (to.bad != 0) shared_min(&s.bad_token, to.bad == 2 ? token | kDuplicate : token);
 
         // Slots within the warp, then within the chunk of kNumThreads tokens.
         u32 lower_lanes = (1u << lane_index()) - 1u;
@@ -252,10 +256,9 @@ DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCom
     }
     for (u32 rank = 0; rank < kNumRanks; ++rank) mine[kWordCounts + rank] = s.total[rank];
     if (s.bad_token != ~0u) {
-        u32 bad = s.bad_token - 1u;
-        mine[kWordRefusal] =
-            (bad & 1u) != 0u ? kRefusalDuplicateExpert : kRefusalExpertOutOfRange;
-        mine[kWordRefusalValue] = bad >> 1;
+        bool duplicate = (s.bad_token & kDuplicate) != 0u;
+        mine[kWordRefusal] = duplicate ? kRefusalDuplicateExpert : kRefusalExpertOutOfRange;
+        mine[kWordRefusalValue] = s.bad_token & ~kDuplicate;
     }
 }
 

@@ -1,0 +1,1 @@
+"""Parts of the CUDA engine: arrays in, kernels ready to launch, what kernels report."""

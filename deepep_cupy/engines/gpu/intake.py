@@ -1,0 +1,117 @@
+"""Arrays of other libraries, as CuPy arrays over the same memory, ordered after their producer.
+
+==============================  ========================================================
+given                           taken
+==============================  ========================================================
+``cupy.ndarray``                as it is
+``__dlpack__`` (JAX, torch, …)  through DLPack: the producer's stream is waited for on the device
+``__cuda_array_interface__``    likewise, from the ``stream`` it names
+NumPy arrays, lists, …          refused
+==============================  ========================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepep_cupy.errors import ContractError
+
+__all__ = ["Intake"]
+
+_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
+_DLPACK_CUDA = (2, 13)  # device types: CUDA memory, managed memory
+
+
+class Intake:
+    """Takes arrays on one device.
+
+    Args:
+        device: CUDA ordinal in this process.
+        rank: For messages.
+    """
+
+    def __init__(self, device: int, rank: int) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        self._array: type = cupy.ndarray
+        self._device = device
+        self._rank = rank
+
+    def __call__(self, operation: str, argument: str, value: Any) -> Any:
+        """See ``engines.base.Engine.intake``."""
+        array: Any = value
+        if not isinstance(value, self._array):
+            array = self._foreign(operation, argument, value)
+        if array.device.id != self._device:
+            raise self._refused(
+                operation,
+                argument,
+                f"on device {self._device}, the Buffer's, got an array on device {array.device.id}",
+            )
+        if not array.flags.c_contiguous:
+            raise self._refused(
+                operation,
+                argument,
+                f"C-contiguous, got shape {array.shape} with strides {array.strides}; "
+                f"cupy.ascontiguousarray() makes it so",
+            )
+        return array
+
+    def _foreign(self, operation: str, argument: str, value: Any) -> Any:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        wanted = "a CuPy array or a GPU array with DLPack or __cuda_array_interface__"
+        try:
+            if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+                if int(value.__dlpack_device__()[0]) not in _DLPACK_CUDA:
+                    on_host = f"{kind} in host memory; cupy.asarray() copies it"
+                    raise self._refused(operation, argument, f"{wanted}, got {on_host}")  # noqa: TRY301
+                with self._cupy.cuda.Device(self._device):
+                    return self._cupy.from_dlpack(value)
+            if hasattr(value, "__cuda_array_interface__"):
+                return self._from_interface(value)
+        except ContractError:
+            raise
+        except Exception as error:
+            raise self._refused(
+                operation, argument, f"{wanted}, got {kind}, which cannot be taken: {error}"
+            ) from error
+        raise self._refused(
+            operation,
+            argument,
+            f"{wanted}, because this Buffer runs on the cuda engine, got {kind}",
+        )
+
+    def _from_interface(self, value: Any) -> Any:
+        """Like ``cupy.asarray``, but the host does not wait for the producer's stream."""
+        cupy, described = self._cupy, value.__cuda_array_interface__
+        stream = described.get("stream")
+        if stream is not None:
+            producer = {
+                _LEGACY_STREAM: cupy.cuda.Stream.null,
+                _PER_THREAD_STREAM: cupy.cuda.Stream.ptds,
+            }.get(stream)
+            producer = producer or cupy.cuda.Stream.from_external(_StreamAddress(stream))
+            cupy.cuda.get_current_stream().wait_event(producer.record())
+        return cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
+
+    def _refused(self, operation: str, argument: str, complaint: str) -> ContractError:
+        return ContractError(
+            f"{operation}(): argument '{argument}' must be {complaint}, on rank {self._rank}."
+        )
+
+
+class _StreamAddress:
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+class _WithoutStream:
+    """An interface whose stream has been waited for; keeps the array alive."""
+
+    def __init__(self, value: Any, described: dict[str, Any]) -> None:
+        self.value = value
+        self.__cuda_array_interface__ = described

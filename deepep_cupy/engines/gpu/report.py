@@ -1,0 +1,140 @@
+"""What kernels tell the host: counts, and records of what went wrong, in page-locked memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepep_cupy.plan.headers import WORDS, Kind
+from deepep_cupy.plan.layout import NUM_RECORDS, RECORD_HEAD, ReportLayout, header_words
+
+__all__ = ["FAILED", "REFUSED", "Record", "Report"]
+
+REFUSED, FAILED = 1, 2
+"""Verdicts of ``comm/control.cuh``."""
+_TIMEOUT, _RAISED = 1, 2
+_PHASES = {
+    1: "the header",
+    2: "its own blocks' counts",
+    3: "the rows per expert",
+    4: "a bulk load",
+    5: "the end of the operation",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One failed or refused operation, as its kernel saw it.
+
+    Attributes:
+        verdict: ``REFUSED`` or ``FAILED``.
+        serial: Of the launch.
+        operation: Name of the method.
+        epoch: Of the operation.
+        timed_out: Some rank's wait expired.
+        late: Ranks that were waited for in vain.
+        reporters: Ranks that gave up.
+        phase: What the first wait to expire on this rank was for; empty where none did.
+        block: Of the grid, that wait's.
+        headers: Word → value, for each rank; complete where the verdict is ``REFUSED``.
+    """
+
+    verdict: int
+    serial: int
+    operation: str
+    epoch: int
+    timed_out: bool
+    late: tuple[int, ...]
+    reporters: tuple[int, ...]
+    phase: str
+    block: int
+    headers: tuple[dict[str, int], ...]
+
+
+class Report:
+    """The words of ``plan.layout.ReportLayout``.
+
+    Args:
+        layout: Where they lie.
+    """
+
+    def __init__(self, layout: ReportLayout) -> None:
+        import cupy
+
+        self._layout = layout
+        nbytes = 8 * layout.num_words
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
+        self.words: NDArray[np.uint64] = np.frombuffer(self._memory, np.uint64, layout.num_words)
+        self.words[:] = 0
+        self._view: Any = memoryview(self.words)  # type: ignore[arg-type]  # cheaper to index
+        self._seen = 0
+        first = layout.rows
+        self._counts = self.words[first : layout.num_words]
+        self._first_count = first
+
+    @property
+    def address(self) -> int:
+        """Where kernels write."""
+        return int(self.words.ctypes.data)
+
+    # ------------------------------------------------------------------------------- counts
+
+    def counts(self, serial: int, number: int) -> NDArray[np.uint64] | None:
+        """The first ``number`` counts of launch ``serial``, or None while some are missing."""
+        if self._view[self._first_count] >> 32 != serial:
+            return None
+        words = self._counts[:number]
+        if not ((words >> np.uint64(32)) == serial).all():
+            return None
+        return words & np.uint64(0xFFFFFFFF)
+
+    # ------------------------------------------------------------------------------ failures
+
+    @property
+    def has_news(self) -> bool:
+        """True when a record has been written that ``take`` has not returned."""
+        return bool(self._view[0] != self._seen)
+
+    @property
+    def busy_serial(self) -> int:
+        """Serial of a launch that found the Buffer busy; 0: none did."""
+        return int(self._view[self._layout.busy])
+
+    def take(self) -> list[Record]:
+        """The records written since the last call, oldest first; at most ``NUM_RECORDS``."""
+        written = int(self._view[0])
+        first = max(self._seen, written - NUM_RECORDS)
+        self._seen = written
+        return [self._read(number) for number in range(first, written)]
+
+    def clear(self) -> None:
+        """Forget everything: the kernels' own counters are zeroed too."""
+        self.words[:] = 0
+        self._seen = 0
+
+    def _read(self, number: int) -> Record:
+        layout, width = self._layout, header_words(self._layout.num_ranks)
+        begin = layout.records + number % NUM_RECORDS * layout.record_words
+        words = [int(word) for word in self.words[begin : begin + layout.record_words]]
+        verdict, serial, kind, epoch, abort, phase = words[:6]
+        block = words[9]
+        ranks = range(layout.num_ranks)
+        headers = []
+        for rank in ranks:
+            at = RECORD_HEAD + rank * width
+            headers.append(dict(zip(WORDS, words[at : at + len(WORDS)], strict=True)))
+        return Record(
+            verdict=verdict,
+            serial=serial,
+            operation=Kind(kind).name.lower() if kind in set(Kind) else f"operation {kind}",
+            epoch=epoch,
+            timed_out=bool(abort & _TIMEOUT),
+            late=tuple(rank for rank in ranks if abort >> 8 >> rank & 1),
+            reporters=tuple(rank for rank in ranks if abort >> 16 >> rank & 1),
+            phase=_PHASES.get(phase, ""),
+            block=block,
+            headers=tuple(headers),
+        )

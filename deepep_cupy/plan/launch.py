@@ -1,0 +1,61 @@
+"""How many blocks an operation gets, and how wide its accesses may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GridPlan", "access_bytes"]
+
+DEFAULT_SHARE = 0.16
+"""Part of a GPU's SMs an operation takes unless told otherwise."""
+DISPATCH_TOKENS_PER_BLOCK = 8
+COMBINE_TOKENS_PER_BLOCK = 4
+"""Fewer tokens than this for each block, and fewer blocks do as well."""
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """Blocks per operation on one GPU.
+
+    All blocks of a kernel wait for each other, so that all must be resident at once, together
+    with those of the other ranks on the same GPU: each rank may use its part of the SMs, at one
+    block a SM.
+
+    Attributes:
+        num_sms: SMs of the GPU.
+        ranks_on_gpu: Ranks of the Buffer that share it.
+        wanted: Blocks the caller asked for, ``None`` for the default.
+    """
+
+    num_sms: int
+    ranks_on_gpu: int
+    wanted: int | None
+
+    @property
+    def most(self) -> int:
+        """The most blocks any operation of this rank launches."""
+        fair = max(1, self.num_sms // self.ranks_on_gpu)
+        default = max(1, int(self.num_sms * DEFAULT_SHARE))
+        return min(fair, default if self.wanted is None else self.wanted)
+
+    def dispatch(self, num_tokens: int) -> int:
+        """Blocks of a dispatch of ``num_tokens``."""
+        return max(1, min(self.most, -(-num_tokens // DISPATCH_TOKENS_PER_BLOCK)))
+
+    def combine(self, num_tokens: int) -> int:
+        """Blocks of a combine of ``num_tokens``."""
+        return max(1, min(self.most, -(-num_tokens // COMBINE_TOKENS_PER_BLOCK)))
+
+
+def access_bytes(row_bytes: int, addresses: tuple[int, ...], narrow: tuple[int, ...]) -> int:
+    """The widest access that all rows allow: 16 bytes, else the first of ``narrow`` that divides.
+
+    Args:
+        row_bytes: Bytes of a row; row i starts at ``address + i * row_bytes``.
+        addresses: Where the arrays start.
+        narrow: Fallbacks, widest first; the last one always fits.
+    """
+    for width in (16, *narrow[:-1]):
+        if row_bytes % width == 0 and all(address % width == 0 for address in addresses):
+            return width
+    return narrow[-1]
