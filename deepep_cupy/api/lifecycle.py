@@ -178,12 +178,9 @@ class Lifecycle:
 
     def _leave(self, error: BaseException) -> None:
         """This rank is gone for ever; tell the others, and free what can be freed alone."""
-        rank, text = self._spec.rank, f"{type(error).__name__}: {error}"
-        known = self._board.find()
-        late = error.late_ranks if isinstance(error, PeerTimeoutError) else ()
-        if late:
-            known = Abort(AbortReason.TIMEOUT, rank, late, "close")
-        self._board.abort(known or Abort(AbortReason.ERROR, rank, (), text), RankState.LEFT)
+        text = f"{type(error).__name__}: {error}"
+        cause = self._board.find() or Abort(AbortReason.ERROR, self._spec.rank, (), text)
+        self._board.abort(cause, RankState.LEFT)
         self._engine.close(collective=False)
         if isinstance(error, PeerTimeoutError | PeerAbortedError):
             self._guard.doomed = True

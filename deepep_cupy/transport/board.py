@@ -136,9 +136,15 @@ class AbortBoard:
             bytes(self._text[rank]).rstrip(b"\0").decode(errors="replace"),
         )
 
-    def left(self) -> tuple[int, ...]:
-        """Ranks that are gone for ever."""
-        return self._ranks(self.array[:, _STATE] == RankState.LEFT)
+    def hopeless(self, at_least: RankState = RankState.ABORTED) -> frozenset[int]:
+        """Ranks from which nothing more will come: those in this state, or given up as late."""
+        states = self.array[:, _STATE]
+        if not states.any():
+            return frozenset()
+        gone = [rank for rank in range(self._size) if states[rank] >= at_least]
+        if at_least == RankState.ABORTED:
+            gone += [late for rank in gone for late in self._read(rank).late]
+        return frozenset(gone)
 
     def not_arrived(self, serial: int) -> tuple[int, ...]:
         """Ranks that are not at barrier number ``serial`` yet."""

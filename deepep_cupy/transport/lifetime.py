@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from deepep_cupy.transport.board import AbortBoard
+from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.transport.group import Group
 
 __all__ = ["ExitGuard"]
@@ -68,7 +68,12 @@ def _at_exit() -> None:
         if stream is not None and not stream.closed:
             stream.flush()
     first = fatal[0]
+    error = getattr(sys, "last_value", None)
+    text = "it ends" if error is None else f"{type(error).__name__}: {error}"
     for guard in fatal:
+        if guard.board.find() is None:  # others in a call can still say why they end
+            reason = AbortReason.ERROR
+            guard.board.abort(Abort(reason, guard.group.rank, (), text), RankState.LEFT)
         guard.board.exiting()
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and not first.board.all_exiting():

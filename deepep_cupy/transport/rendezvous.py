@@ -28,7 +28,8 @@ _YIELDS = 100
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 _LAST_CHANCES = 20
-"""Polls after the deadline: a process that was itself stopped must first hear what has come."""
+"""Polls after the deadline, or after a peer gave up, that hear what has come all the same: this
+process may itself have been stopped, or the peer may have given up in a later call."""
 
 
 @dataclass(eq=False)
@@ -96,14 +97,18 @@ class Rendezvous:
             phase: What is waited for, for the message.
             at_least: State of another rank that ends the wait.
         """
-        expired, rounds = 0, 0
+        expired, hopeless, rounds = 0, 0, 0
         deadline = time.monotonic() + self.timeout_s
         while True:
             expired += time.monotonic() > deadline
+            # A rank that has given up may have sent this before: only what stays away is lost.
+            gone = self.board.hopeless(at_least)
+            hopeless += any(each.peer in gone for each in pending)
             self._test(pending, operation)
             if not pending:
                 return
-            self.watch(operation, at_least)
+            if hopeless > _LAST_CHANCES:
+                self.watch(operation, at_least)
             if expired > _LAST_CHANCES:
                 late = tuple(sorted({each.peer for each in pending}))
                 raise self.give_up(operation, phase, late)
@@ -138,7 +143,7 @@ class Rendezvous:
             expired += time.monotonic() > deadline
             if expired > _LAST_CHANCES:
                 late = self.board.not_arrived(self._serial)
-                raise self.give_up(operation, "all ranks to make this call", late)
+                raise self.give_up(operation, "", late)
             poll(rounds)
             rounds += 1
         self._barrier = None
@@ -165,13 +170,20 @@ class Rendezvous:
     # ------------------------------------------------------------------------------- failures
 
     def give_up(self, operation: str, phase: str, late: tuple[int, ...]) -> PeerTimeoutError:
-        """Write the board, and return the error to raise: ``late`` did not come in time."""
+        """Write the board, and return the error to raise: ``late`` did not come in time.
+
+        Args:
+            operation: Method name.
+            phase: What was waited for; empty: that they make this call.
+            late: The ranks that were waited for.
+        """
         rank = self.group.rank
         self.board.abort(Abort(AbortReason.TIMEOUT, rank, late, operation))
         who = name_ranks(late) if late else "the other ranks"
+        what = f"{phase} from {who}" if phase else f"{who} to make this call"
         return PeerTimeoutError(
-            f"{operation}(): rank {rank} waited {self.timeout_s:g} s in vain for {phase} from "
-            f"{who}; call reset() or close() on every rank, or end the program.",
+            f"{operation}(): rank {rank} waited {self.timeout_s:g} s in vain for {what}; "
+            f"{_what_next(operation)}.",
             late,
         )
 
@@ -187,7 +199,7 @@ class Rendezvous:
         """The error that another rank's board line means here; this rank's line repeats it."""
         rank = self.group.rank
         self.board.abort(abort)
-        what_next = "call reset() or close() on every rank, or end the program"
+        what_next = _what_next(operation)
         if abort.reason != AbortReason.TIMEOUT:
             return PeerAbortedError(
                 f"{operation}(): rank {abort.origin} aborted ({abort.text}), so rank {rank} "
@@ -206,3 +218,9 @@ class Rendezvous:
             f"{abort.text}() and gave up; {what_next}.",
             abort.origin,
         )
+
+
+def _what_next(operation: str) -> str:
+    if operation == "close":
+        return "end the program: this Buffer's memory is left to the end of the process"
+    return "call reset() or close() on every rank, or end the program"

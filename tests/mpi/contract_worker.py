@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 from deepep_cupy import Buffer, ContractError, StateError
@@ -109,14 +110,16 @@ def works(comm, buffer, seed=7):
 
 
 @contextmanager
-def refused(*words):
-    try:
+def raises(kind, *words):
+    """Check that this is raised, and what it says."""
+    with pytest.raises(kind) as caught:
         yield
-    except ContractError as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-        return
-    raise AssertionError(f"no ContractError ({words})")
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def refused(*words):
+    return raises(ContractError, *words)
 
 
 # ------------------------------------------------------------------------------- normal work
@@ -208,7 +211,7 @@ def what_deepep_passes(comm):
         assert_same_bits("is_token_in_rank", in_rank, want.is_token_in_rank)
         assert per_rdma is None
         assert event is None
-        recv_x, idx, weights, counts, handle, event = buffer.dispatch(
+        recv_x, _, weights, counts, handle, event = buffer.dispatch(
             x=trip.x[me],
             handle=None,
             num_tokens_per_rank=per_rank,
@@ -222,7 +225,7 @@ def what_deepep_passes(comm):
         assert_same_bits("recv_x", recv_x, trip.want[me].recv_x)
         plain = trip.want[me].num_recv_tokens_per_expert_list
         assert counts == [-(-count // 16) * 16 for count in plain]
-        combined, combined_weights, event = buffer.combine(
+        combined, _, event = buffer.combine(
             x=trip.y[me], handle=handle, topk_weights=weights, bias=None
         )
         assert_same_bits("combined_x", combined, trip.back[me].combined_x)
@@ -404,9 +407,7 @@ def wrong_arguments(comm):
     with make(comm) as buffer, make(comm, dtype="bfloat16") as short:
         trip, me = Trip(comm, 6), comm.rank
         handle = trip.dispatch(buffer)
-        mask_handle = buffer.dispatch(
-            trip.x[me], is_token_in_rank=handle.send_row >= 0
-        ).handle
+        mask_handle = buffer.dispatch(trip.x[me], is_token_in_rank=handle.send_row >= 0).handle
         right = {"x": trip.x[me], "topk_idx": trip.idx[me]}
         for argument, word, given in _wrong_dispatches(comm, trip, handle, mask_handle):
             # Rows of the second Buffer are bfloat16: shorter.
@@ -472,9 +473,8 @@ def constructors_that_differ(comm):
         works(comm, buffer)
     with refused("comm", "mpi4py"):
         Buffer(None, num_max_tokens_per_rank=1, hidden=1, num_topk=0)
-    with make(comm, num_topk=0, num_experts=None) as buffer:
-        with refused("topk_idx", "num_experts"):
-            buffer.dispatch(np.zeros((1, 1)), topk_idx=np.zeros((1, 1), np.int64))
+    with make(comm, num_topk=0, num_experts=None) as buffer, refused("topk_idx", "num_experts"):
+        buffer.dispatch(np.zeros((1, 1)), topk_idx=np.zeros((1, 1), np.int64))
 
 
 # ----------------------------------------------------------------------------------------- life
@@ -503,12 +503,8 @@ def life(comm):
         lambda: buffer.empty((1,), "f4"),
         lambda: buffer.get_dispatch_layout(trip.idx[comm.rank]),
     ):
-        try:
+        with raises(StateError, "closed"):
             call()
-        except StateError as error:
-            assert "closed" in str(error)
-        else:
-            raise AssertionError("a closed Buffer worked")
 
 
 @scenario

@@ -1,0 +1,68 @@
+"""The contract of ``Buffer`` on the host engine: what works, what is refused and how."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepep_cupy import env
+from deepep_cupy.testing.ranks import run_ranks
+
+WORKER = Path(__file__).with_name("contract_worker.py")
+
+
+def test_contract(num_ranks):
+    run = run_ranks(WORKER, num_ranks, limit_s=120)
+    run.check()
+    done = re.findall(r"s (\w+)$", run.outputs[0], re.MULTILINE)
+    assert len(done) == len(set(done)) == WORKER.read_text().count("\n@scenario\n")
+    # One rank says which engine runs, and why, once.
+    said = "".join(run.outputs).count("running on the host engine: rank 0: ")
+    assert said == 1, run
+
+
+@pytest.mark.slow
+def test_messages_above_two_gib():
+    run_ranks(Path(__file__).with_name("big_worker.py"), 2, limit_s=280).check()
+
+
+def test_nine_ranks_are_refused():
+    run = run_ranks(WORKER, 9, "life", limit_s=60)
+    assert run.returncode != 0, run
+    assert not run.timed_out, run
+    assert "has 9 ranks, more than the 8" in run.outputs[8], run
+    assert "comm.Split()" in run.outputs[0], run
+
+
+def test_several_nodes_are_refused():
+    run = run_ranks(Path(__file__).with_name("nodes_worker.py"), 4, limit_s=60)
+    run.check()
+
+
+def test_ranks_of_a_wrong_mpirun_are_refused():
+    """Each process of an mpirun of another MPI is alone in its world."""
+    child = subprocess.run(
+        [sys.executable, str(WORKER), "life"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=env.child_environment({"OMPI_COMM_WORLD_SIZE": "2"}, WORKER.parents[2]),
+    )
+    assert child.returncode != 0
+    assert "PlatformError: Buffer(): mpirun started 2 processes" in child.stderr
+    assert "the mpirun beside this Python" in child.stderr
+
+
+def test_one_rank_needs_no_mpirun():
+    child = subprocess.run(
+        [sys.executable, str(WORKER)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=env.child_environment({}, WORKER.parents[2]),
+    )
+    assert child.returncode == 0, child.stderr

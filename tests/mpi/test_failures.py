@@ -1,0 +1,189 @@
+"""Late, stopped, dead and raising ranks: what each rank sees, and how the program ends.
+
+Scenarios after which the program goes on share one start; the others have one each. Rank 1 is the
+one in trouble.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deepep_cupy.testing.ranks import run_ranks
+
+WORKER = Path(__file__).with_name("failure_worker.py")
+RANKS = 3
+GOOD = (0, 2)
+BAD = 1
+TIMEOUT_S = 1.0
+"""As in the worker."""
+
+GO_ON = (
+    "late",
+    "late_rows",
+    "late_combine",
+    "late_barrier",
+    "late_reset",
+    "late_then_close",
+    "out_of_memory",
+    "raises_and_is_caught",
+    "stopped_for_a_while",
+    "dropped",
+)
+
+
+@pytest.fixture(scope="module")
+def sections():
+    """Per scenario of GO_ON, what each rank printed."""
+    run = run_ranks(WORKER, RANKS, *GO_ON, limit_s=120)
+    run.check()
+    found = {}
+    for rank, output in enumerate(run.outputs):
+        for section in output.split("===== ")[1:]:
+            name, _, text = section.partition("\n")
+            found.setdefault(name, {})[rank] = text
+    return found
+
+
+def saw(text):
+    """(class, seconds, message) of every report."""
+    found = re.findall(r"^SAW (\w+) ([\d.]+) ?(.*)$", text, re.MULTILINE)
+    return [(kind, float(seconds), message) for kind, seconds, message in found]
+
+
+@pytest.mark.parametrize("name", ["late", "late_rows", "late_combine", "late_barrier"])
+def test_late_rank_is_named_and_reset_mends(sections, name):
+    for rank in GOOD:
+        (first, seconds, message), (then, _, advice) = saw(sections[name][rank])
+        assert first == "PeerTimeoutError"
+        assert "in vain for" in message
+        assert "rank 1" in message
+        assert seconds < TIMEOUT_S + 1.0
+        assert then == "StateError"
+        assert "reset()" in advice
+        assert "WORKS again open" in sections[name][rank]
+    (first, _, message), (then, _, later) = saw(sections[name][BAD])
+    # All that rank 1 is to get may have come before the others gave up on it: then its call is
+    # right, and the next one tells.
+    assert (first, then) in (
+        ("PeerAbortedError", "StateError"),
+        *[("nothing", "PeerAbortedError")] * (name in ("late_rows", "late_combine")),
+    )
+    assert "in vain for this rank (1)" in message + later
+    assert "WORKS again open" in sections[name][BAD]
+
+
+def test_reset_that_failed_can_be_tried_again(sections):
+    for rank in GOOD:
+        reports = saw(sections["late_reset"][rank])
+        kinds = [kind for kind, _, _ in reports]
+        assert kinds == ["PeerTimeoutError", "PeerTimeoutError", "StateError"]
+        assert "in vain for rank 1 to make this call" in reports[1][2]
+    for rank in range(RANKS):
+        assert "WORKS again open" in sections["late_reset"][rank]
+
+
+def test_poisoned_buffer_can_be_closed(sections):
+    for rank in range(RANKS):
+        assert "END closed" in sections["late_then_close"][rank]
+
+
+def test_failure_between_headers_and_rows_is_told_at_once(sections):
+    texts = sections["out_of_memory"]
+    for rank in GOOD:
+        ((kind, seconds, message),) = saw(texts[rank])
+        assert kind == "PeerAbortedError"
+        assert "rank 1 aborted (MemoryError in dispatch(): no room for recv_x)" in message
+        assert seconds < TIMEOUT_S
+    assert "SAW MemoryError poisoned" in texts[BAD]
+    assert all("WORKS again open" in text for text in texts.values())
+
+
+def test_refused_everywhere_and_caught_outside(sections):
+    for text in sections["raises_and_is_caught"].values():
+        assert text.split() == ["SAW", "ContractError", "END"]
+
+
+def test_stopped_for_a_while_is_no_failure(sections):
+    for text in sections["stopped_for_a_while"].values():
+        assert [kind for kind, _, _ in saw(text)] == ["nothing"]
+
+
+def test_dropped_buffer_warns(sections):
+    for text in sections["dropped"].values():
+        assert "SAW ['ResourceWarning']" in text
+
+
+# ------------------------------------------------------------------- the program ends with it
+
+
+def ends(name, limit_s=30.0):
+    """Run a scenario; all its processes must have ended by themselves."""
+    run = run_ranks(WORKER, RANKS, name, limit_s=limit_s)
+    assert not run.timed_out, run
+    assert not run.survivors, run
+    return run
+
+
+@pytest.mark.parametrize("name", ["stopped", "stopped_in_rows"])
+def test_sigstop(name):
+    run = ends(name)
+    assert run.returncode != 0, run
+    start_up_s = 3.0  # interpreters and imports on a busy machine
+    assert run.seconds < TIMEOUT_S + 5.0 + start_up_s, run
+    for rank in GOOD:
+        last = run.outputs[rank].strip().splitlines()
+        errors = [line for line in last if "PeerTimeoutError: " in line]
+        assert errors, run
+        assert "rank 1" in errors[-1], run
+
+
+def test_kill_9():
+    run = ends("killed")
+    assert run.returncode != 0, run
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_bare"])
+def test_exception_on_one_rank(name):
+    run = ends(name)
+    assert run.returncode != 0, run
+    assert "ValueError: the batch is bad" in run.outputs[BAD], run
+    for rank in GOOD:
+        wanted = "PeerAbortedError: combine(): rank 1 aborted (ValueError: the batch is bad)"
+        assert wanted in run.outputs[rank], run
+
+
+def test_exception_on_one_rank_while_others_are_elsewhere():
+    run = ends("raises_while_others_wait_elsewhere")
+    assert run.returncode != 0, run
+    assert "ValueError: the batch is bad" in run.outputs[BAD], run
+
+
+def test_sys_exit_on_one_rank():
+    run = ends("exits")
+    assert run.returncode != 0, run
+    assert "rank 1 aborted (SystemExit: 3)" in run.outputs[0], run
+
+
+def test_end_without_reset_is_not_a_good_end():
+    run = ends("late_for_good")
+    assert run.returncode != 0, run
+    for rank in GOOD:
+        assert "SAW PeerTimeoutError" in run.outputs[rank], run
+        assert "END" in run.outputs[rank], run
+
+
+def test_rank_that_does_not_close_is_named():
+    run = ends("close_alone")
+    assert run.returncode != 0, run
+    for rank in GOOD:
+        first, second = saw(run.outputs[rank])
+        assert first[0] == "PeerTimeoutError", run
+        assert "rank 1" in first[2], run
+        assert second[0] == "nothing", run
+
+
+def test_no_close_at_all():
+    run = ends("no_close")
+    run.check()
+    assert all("END" in output for output in run.outputs), run
