@@ -4,6 +4,7 @@
 namespace sim {
 
 using u8 = unsigned char;
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
@@ -11,6 +12,9 @@ using u64 = unsigned long long;
 struct Where {
     const char* file;
     int line;
+    static constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
 };
 
 enum class Order : u8 { weak, relaxed, acquire, release, acq_rel };
@@ -58,4 +62,4 @@ void fence_proxy_global(Where where);
 }  // namespace sim
 
 // The default for a wrapper's last argument: evaluated where the wrapper is called.
-#define SIM_HERE ::sim::Where{__builtin_FILE(), __builtin_LINE()}
+#define SIM_HERE ::sim::Where::here()

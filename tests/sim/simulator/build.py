@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deepep_cupy.kernels.source import generate
@@ -53,26 +54,31 @@ def check_syntax(text: str) -> str:
 
 def build_kernel(text: str) -> Path:
     """Compile a flattened text with its entry to a library that the engine loads."""
-    return _build(text.encode(), ".cu", ["g++", *KERNEL_OPTIONS, "-shared"], [])
+    return _build(text.encode(), ["g++", *KERNEL_OPTIONS, "-shared"], [], ".so")
 
 
 def build_engine() -> Path:
-    """Compile the engine."""
+    """Compile the engine: one object a file, each under its own digest."""
+    headers = b"".join(path.read_bytes() for path in sorted(ENGINE.glob("*.h")))
     sources = sorted(ENGINE.glob("*.cpp"))
-    headers = sorted(ENGINE.glob("*.h"))
-    content = b"".join(path.read_bytes() for path in (*sources, *headers))
-    command = ["g++", *ENGINE_OPTIONS, "-shared", f"-I{SIM}"]
-    return _build(content, "", command, [str(path) for path in sources])
+    compile_one = ["g++", *ENGINE_OPTIONS, f"-I{SIM}", "-c"]
+    with ThreadPoolExecutor(2) as workers:
+        objects = workers.map(
+            lambda path: _build(headers + path.read_bytes(), compile_one, [str(path)], ".o"),
+            sources,
+        )
+        inputs = [str(path) for path in objects]
+    return _build(repr(inputs).encode(), ["g++", "-shared"], inputs, ".so")
 
 
-def _build(content: bytes, suffix: str, command: list[str], inputs: list[str]) -> Path:
+def _build(content: bytes, command: list[str], inputs: list[str], suffix: str) -> Path:
     digest = hashlib.sha256(repr(command).encode() + content).hexdigest()[:24]
-    library = cache_dir() / f"{digest}.so"
-    if library.exists():
-        return library
-    unfinished = cache_dir() / f"{digest}.{os.getpid()}.so"
-    if suffix:
-        source = cache_dir() / f"{digest}{suffix}"
+    result = cache_dir() / f"{digest}{suffix}"
+    if result.exists():
+        return result
+    unfinished = cache_dir() / f"{digest}.{os.getpid()}{suffix}"
+    if not inputs:
+        source = cache_dir() / f"{digest}.cu"
         source.write_bytes(content)
         inputs = ["-x", "c++", str(source)]
     done = subprocess.run(
@@ -83,5 +89,5 @@ def _build(content: bytes, suffix: str, command: list[str], inputs: list[str]) -
     )
     if done.returncode != 0:
         raise RuntimeError(f"g++ failed:\n{done.stderr[:8000]}")
-    unfinished.rename(library)
-    return library
+    unfinished.rename(result)
+    return result
