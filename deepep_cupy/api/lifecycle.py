@@ -14,7 +14,7 @@ from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
 from deepep_cupy.plan.headers import Kind
 from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
-from deepep_cupy.transport.group import Group
+from deepep_cupy.transport.group import Group, LinkError
 from deepep_cupy.transport.lifetime import ExitGuard
 
 __all__ = ["Lifecycle", "State"]
@@ -165,6 +165,13 @@ class Lifecycle:
         except (PeerTimeoutError, PeerAbortedError):
             self._poison()
             raise
+        except LinkError as error:
+            self._engine.abort(f"the link to another rank broke in {name}(): {error}")
+            self._poison()
+            raise PeerAbortedError(
+                f"{name}(): the link from rank {self._spec.rank} to another rank broke: {error}; "
+                f"that rank has probably died; end the program."
+            ) from error
         except BaseException as error:
             # This rank's half of the operation is missing: the others must not wait for it.
             self._engine.abort(f"{type(error).__name__} in {name}(): {error}")

@@ -138,7 +138,7 @@ class Rendezvous:
             self._barrier = self.group.ibarrier()
         expired, rounds = 0, 0
         deadline = time.monotonic() + self.timeout_s
-        while not self._barrier.test():
+        while not self._met(operation):
             self.watch(operation, RankState.LEFT)
             expired += time.monotonic() > deadline
             if expired > _LAST_CHANCES:
@@ -147,6 +147,13 @@ class Rendezvous:
             poll(rounds)
             rounds += 1
         self._barrier = None
+
+    def _met(self, operation: str) -> bool:
+        try:
+            return self._barrier is None or self._barrier.test()
+        except LinkError as error:
+            late = self.board.not_arrived(self._serial)
+            raise self._lost(operation, late[0] if late else -1, error) from error
 
     def exchange(self, operation: str, words: NDArray[np.int64]) -> NDArray[np.int64]:
         """Give a few words to every rank; returns ``[R, len(words)]``, one row a rank."""
@@ -189,10 +196,11 @@ class Rendezvous:
 
     def _lost(self, operation: str, peer: int, error: LinkError) -> PeerAbortedError:
         rank = self.group.rank
-        text = f"the link from rank {rank} to rank {peer} broke: {error}"
-        self.board.abort(Abort(AbortReason.ERROR, peer, (), text))
+        who = f"rank {peer}" if peer >= 0 else "another rank"
+        text = f"the link from rank {rank} to {who} broke: {error}"
+        self.board.abort(Abort(AbortReason.ERROR, rank, (), text))
         return PeerAbortedError(
-            f"{operation}(): {text}; rank {peer} has probably died; end the program.", peer
+            f"{operation}(): {text}; {who} has probably died; end the program.", peer
         )
 
     def _pass_on(self, operation: str, abort: Abort) -> PeerTimeoutError | PeerAbortedError:

@@ -1,0 +1,235 @@
+"""What of ``Buffer`` can be seen with no second rank, and the waits on a group of pretence."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import deepep_cupy
+from deepep_cupy import env
+from deepep_cupy.api.lifecycle import _LEGAL, State
+from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
+from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.transport.group import LinkError
+from deepep_cupy.transport.rendezvous import Pending, Rendezvous
+
+# -------------------------------------------------------------------------------- the package
+
+
+def test_public_names():
+    for name in deepep_cupy.__all__:
+        assert getattr(deepep_cupy, name) is not None
+    assert set(deepep_cupy.__all__) <= set(dir(deepep_cupy))
+    with pytest.raises(AttributeError, match="no attribute 'buffer_'"):
+        _ = deepep_cupy.buffer_
+
+
+def test_importing_needs_little():
+    """Neither CuPy nor MPI for the names; nothing but the standard library for the package."""
+    code = (
+        "import sys, deepep_cupy; heavy = {'numpy', 'ml_dtypes', 'mpi4py', 'cupy'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
+        "deepep_cupy.Buffer, deepep_cupy.ContractError;"
+        "assert not {'mpi4py', 'cupy'} & set(sys.modules)"
+    )
+    root = env.Path(deepep_cupy.__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=60,
+        env=env.child_environment({}, root),
+    )
+
+
+def test_size_hint_grows_with_what_it_holds():
+    sizes = {"num_ranks": 2, "num_max_tokens_per_rank": 128, "hidden": 7168, "num_topk": 8}
+    hint = deepep_cupy.Buffer.size_hint(**sizes, num_experts=256)
+    receive = 2 * 128 * 7168 * 2
+    assert hint > 2 * receive
+    for name in ("num_ranks", "num_max_tokens_per_rank", "hidden"):
+        more = sizes | {name: 2 * sizes[name]}
+        assert deepep_cupy.Buffer.size_hint(**more, num_experts=256) > hint
+    with pytest.raises(ContractError, match=r"size_hint\(\): argument 'hidden'"):
+        deepep_cupy.Buffer.size_hint(**(sizes | {"hidden": 0}), num_experts=256)
+
+
+def test_states():
+    assert set(_LEGAL) == set(State)
+    assert _LEGAL[State.CLOSED] == set()
+    assert State.OPEN in _LEGAL[State.POISONED]
+    assert State.OPEN not in _LEGAL[State.OPEN]
+
+
+# ----------------------------------------------------------------------------------- the waits
+
+
+class FakeWindow:
+    def __init__(self, nbytes):
+        self.memory = np.zeros(nbytes, np.uint8)
+
+    def free(self):
+        pass
+
+
+class FakeRequest:
+    """Done at the given test; -1: never."""
+
+    def __init__(self, done_at=-1, error=None):
+        self.tests = 0
+        self.done_at = done_at
+        self.error = error
+
+    def test(self):
+        self.tests += 1
+        if self.error:
+            raise LinkError(self.error)
+        return 0 <= self.done_at <= self.tests
+
+    def cancel(self):
+        pass
+
+
+class FakeGroup:
+    host = "here"
+    world_size = node_size = size = 4
+
+    def __init__(self, rank=0, window=None):
+        self.rank = rank
+        self.window = window
+        self.barriers = [FakeRequest()]
+
+    def shared_window(self, nbytes):
+        self.window = self.window or FakeWindow(nbytes)
+        return self.window
+
+    def ibarrier(self):
+        return self.barriers.pop(0)
+
+
+def party(timeout_s=0.05):
+    """The meeting place of rank 0, and the boards of ranks 1 to 3."""
+    group = FakeGroup()
+    board = AbortBoard(group)
+    others = {rank: AbortBoard(FakeGroup(rank, group.window)) for rank in (1, 2, 3)}
+    return Rendezvous(group, board, timeout_s), others
+
+
+def test_board_words():
+    meeting, others = party()
+    board = meeting.board
+    assert board.array.shape == (4, 16)
+    assert board.find() is None
+    others[2].abort(Abort(AbortReason.ERROR, 2, (), "ValueError: é" + "x" * 300))
+    assert board.array[2, 0] == 1
+    found = board.find()
+    assert (found.reason, found.origin) == (AbortReason.ERROR, 2)
+    assert found.text.startswith("ValueError: éx")
+    # A timeout explains the others' errors, whoever wrote first.
+    others[3].abort(Abort(AbortReason.TIMEOUT, 3, (0, 1), "dispatch"))
+    assert board.find() == Abort(AbortReason.TIMEOUT, 3, (0, 1), "dispatch")
+    assert board.hopeless() == {0, 1, 2, 3}
+    assert board.hopeless(RankState.LEFT) == set()
+    assert board.find(RankState.LEFT) is None
+    for each in others.values():
+        each.clear()
+    assert board.find() is None
+
+
+def test_board_meetings_compare_across_the_wrap():
+    meeting, others = party()
+    board = meeting.board
+    board.arrive(2**32)
+    others[1].arrive(2**32 - 1)
+    others[2].arrive(2**32 + 5)
+    others[3].arrive(2**32)
+    assert board.not_arrived(2**32) == (1,)
+
+
+def test_wait_that_succeeds():
+    meeting, _ = party()
+    pending = [Pending(1, FakeRequest(3)), Pending(2, FakeRequest(150))]
+    meeting.wait(pending, "dispatch", "rows")
+    assert pending == []
+
+
+def test_wait_names_all_late_ranks_once():
+    meeting, others = party()
+    pending = [Pending(3, FakeRequest()), Pending(1, FakeRequest()), Pending(3, FakeRequest())]
+    pending.append(Pending(2, FakeRequest(0)))
+    start = time.monotonic()
+    with pytest.raises(
+        PeerTimeoutError, match=r"rank 0 waited 0\.05 s .* rows from ranks 1, 3"
+    ) as e:
+        meeting.wait(pending, "dispatch", "rows")
+    assert time.monotonic() - start < 2.0
+    assert e.value.late_ranks == (1, 3)
+    assert len(pending) == 3
+    assert others[1].find() == Abort(AbortReason.TIMEOUT, 0, (1, 3), "dispatch")
+
+
+def test_wait_ends_when_a_peer_it_needs_has_given_up():
+    meeting, others = party(timeout_s=60)
+    others[2].abort(Abort(AbortReason.ERROR, 2, (), "ValueError: no"))
+    pending = [Pending(1, FakeRequest(60)), Pending(2, FakeRequest())]
+    with pytest.raises(PeerAbortedError, match=r"rank 2 aborted \(ValueError: no\)") as caught:
+        meeting.wait(pending, "combine", "rows")
+    assert caught.value.rank == 2
+    assert others[1].array[0, 0] == 1  # passed on
+
+
+def test_wait_ends_when_the_rank_it_waits_for_was_given_up_by_another():
+    meeting, others = party(timeout_s=60)
+    others[2].abort(Abort(AbortReason.TIMEOUT, 2, (3,), "barrier"))
+    wanted = r"rank 2 waited in vain for rank 3 in barrier\(\)"
+    with pytest.raises(PeerTimeoutError, match=wanted) as caught:
+        meeting.wait([Pending(3, FakeRequest())], "barrier", "the header")
+    assert caught.value.late_ranks == (3,)
+
+
+def test_the_late_rank_itself_is_told():
+    meeting, others = party()
+    others[1].abort(Abort(AbortReason.TIMEOUT, 1, (0,), "dispatch"))
+    with pytest.raises(PeerAbortedError, match=r"rank 1 waited in vain for this rank \(0\)"):
+        meeting.watch("dispatch")
+
+
+def test_wait_goes_on_when_a_peer_it_does_not_need_has_left():
+    """It may have sent all it had to and left after that."""
+    meeting, others = party(timeout_s=60)
+    others[2].abort(Abort(AbortReason.ERROR, 2, (), "SystemExit"), RankState.LEFT)
+    meeting.wait([Pending(1, FakeRequest(200))], "dispatch", "rows")
+
+
+def test_wait_hears_what_a_peer_sent_before_it_gave_up():
+    meeting, others = party(timeout_s=60)
+    others[2].abort(Abort(AbortReason.ERROR, 2, (), "SystemExit"), RankState.LEFT)
+    meeting.wait([Pending(2, FakeRequest(10))], "dispatch", "rows")
+
+
+def test_a_broken_link_is_an_abort():
+    meeting, others = party()
+    with pytest.raises(PeerAbortedError, match="link from rank 0 to rank 3 broke: gone"):
+        meeting.wait([Pending(3, FakeRequest(error="gone"))], "dispatch", "rows")
+    assert others[1].find().reason == AbortReason.ERROR
+
+
+def test_a_barrier_is_taken_up_again():
+    meeting, others = party()
+    request = meeting.group.barriers[0]
+    others[1].arrive(1)
+    with pytest.raises(PeerTimeoutError, match="for ranks 2, 3 to make this call") as caught:
+        meeting.barrier("reset")
+    assert caught.value.late_ranks == (2, 3)
+    request.done_at = 0
+    meeting.barrier("reset")
+    assert meeting.group.barriers == []
+
+
+def test_a_barrier_ends_when_a_rank_has_left():
+    meeting, others = party(timeout_s=60)
+    others[1].abort(Abort(AbortReason.ERROR, 1, (), "poisoned only"))
+    others[2].abort(Abort(AbortReason.ERROR, 2, (), "SystemExit: 1"), RankState.LEFT)
+    with pytest.raises(PeerAbortedError, match="rank 2 aborted"):
+        meeting.barrier("close")

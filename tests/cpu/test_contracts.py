@@ -1,0 +1,277 @@
+"""Checks of arguments that one rank makes alone, with no communication and no engine."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deepep_cupy.api.config import BufferArguments, resolve_dtype
+from deepep_cupy.api.contracts import Checker, DispatchArguments
+from deepep_cupy.api.handle import DispatchHandle, Signature
+from deepep_cupy.engines.base import Routing
+from deepep_cupy.errors import ContractError
+from deepep_cupy.plan.headers import ARGUMENTS, Layout, RefusalCode
+from deepep_cupy.plan.spec import BufferSpec
+
+R, M, H, K, E = 2, 8, 16, 3, 6
+RANK = 1
+
+
+def spec(**changes):
+    sizes = {
+        "num_ranks": R,
+        "rank": RANK,
+        "num_max_tokens_per_rank": M,
+        "max_row_bytes": 4 * H,
+        "num_topk": K,
+        "num_experts": E,
+        "timeout_s": 1.0,
+    }
+    return BufferSpec(**(sizes | changes))
+
+
+def intake(operation, argument, value):
+    if not isinstance(value, np.ndarray):
+        raise ContractError(f"{operation}(): argument '{argument}' must be an array.")
+    return value
+
+
+@pytest.fixture
+def checker():
+    return Checker(spec(), 7, intake)
+
+
+def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
+    nothing = np.zeros(0, np.int32)
+    routing = Routing(num_tokens, rows, nothing, nothing, nothing, 1)
+    signature = Signature(buffer, R, num_tokens, num_topk, E, layout)
+    return DispatchHandle(routing, [3, 2, 0], signature)
+
+
+def given(**changes):
+    nothing = dict.fromkeys(DispatchArguments.__dataclass_fields__)
+    right = {
+        "x": np.zeros((4, H), np.float32),
+        "topk_idx": np.zeros((4, K), np.int64),
+        "expert_alignment": 1,
+        "own": False,
+    }
+    return DispatchArguments(**(nothing | right | changes))
+
+
+def test_a_right_dispatch(checker):
+    call, signature = checker.dispatch(given(topk_weights=np.zeros((4, K), np.float32)))
+    assert call.routing is None
+    assert call.topk_weights.shape == (4, K)
+    assert signature == Signature(7, R, 4, K, E, Layout.TOPK)
+
+
+def test_fewer_choices_and_shorter_rows_are_fine(checker):
+    call, signature = checker.dispatch(
+        given(x=np.zeros((4, 3), "V5"), topk_idx=np.zeros((4, 1), np.int32))
+    )
+    assert signature.num_topk == 1
+    assert call.x.dtype == "V5"
+
+
+def test_layout_arrays_beside_choices_are_not_used(checker):
+    call, _ = checker.dispatch(
+        given(
+            is_token_in_rank=np.zeros((4, R), bool),
+            num_tokens_per_rank=np.zeros(R, np.int32),
+            num_tokens_per_rdma_rank=np.zeros(1, np.int32),
+            num_tokens_per_expert=np.zeros(E, np.int32),
+        )
+    )
+    assert call.is_token_in_rank is None
+
+
+def test_a_mask_alone(checker):
+    mask = np.zeros((4, R), bool)
+    call, signature = checker.dispatch(given(topk_idx=None, is_token_in_rank=mask))
+    assert call.is_token_in_rank is mask
+    assert signature == Signature(7, R, 4, 0, E, Layout.MASK)
+
+
+def test_a_handle(checker):
+    known = handle()
+    weights = np.zeros((4, K), np.float32)
+    call, signature = checker.dispatch(given(topk_idx=None, handle=known, topk_weights=weights))
+    assert call.routing is known.routing
+    assert signature is known.signature
+    assert call.topk_weights is weights
+
+
+def test_too_many_tokens_carry_both_numbers(checker):
+    with pytest.raises(ContractError, match=r"rank 1 .* 9 tokens, more than .* = 8") as caught:
+        checker.dispatch(given(x=np.zeros((9, H), np.int8), topk_idx=np.zeros((9, K), np.int64)))
+    assert caught.value.refusal.code == RefusalCode.TOO_MANY_TOKENS
+    assert caught.value.refusal.value == 9
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("x", {"x": [[1.0]]}),
+        ("x", {"x": None}),
+        ("x", {"x": np.zeros((4, H, 1), np.float32)}),
+        ("x", {"x": np.zeros((4, 0), np.float32)}),
+        ("x", {"x": np.zeros((4, H + 1), np.float32)}),
+        ("topk_idx", {"topk_idx": np.zeros((4, K), np.uint64)}),
+        ("topk_idx", {"topk_idx": np.zeros((3, K), np.int64)}),
+        ("topk_idx", {"topk_idx": np.zeros((4, K + 1), np.int64)}),
+        ("topk_idx", {"topk_idx": np.zeros((4, 0), np.int64)}),
+        ("topk_idx", {"handle": handle()}),
+        ("topk_weights", {"topk_weights": np.zeros((4, K))}),
+        ("topk_weights", {"topk_weights": np.zeros((4, K - 1), np.float32)}),
+        ("topk_weights", {"topk_weights": 1.0}),
+        ("is_token_in_rank", {"is_token_in_rank": np.zeros((4, R + 1), bool)}),
+        ("num_tokens_per_rank", {"num_tokens_per_rank": np.zeros(R + 1, np.int32)}),
+        ("num_tokens_per_rdma_rank", {"num_tokens_per_rdma_rank": np.zeros(2, np.int32)}),
+        ("num_tokens_per_expert", {"num_tokens_per_expert": np.zeros(E, np.int64)}),
+        ("expert_alignment", {"expert_alignment": 0}),
+        ("expert_alignment", {"expert_alignment": True}),
+        ("handle", {"topk_idx": None, "handle": handle(buffer=8)}),
+        ("handle", {"topk_idx": None, "handle": object()}),
+        ("x", {"topk_idx": None, "handle": handle(num_tokens=3)}),
+        ("", {"topk_idx": None}),
+    ],
+)
+def test_wrong_dispatches_are_refused_by_argument(checker, argument, changes):
+    with pytest.raises(ContractError, match=r"^dispatch\(\): .*\.$") as caught:
+        checker.dispatch(given(**changes))
+    assert caught.value.refusal.code == RefusalCode.ARGUMENT
+    assert ARGUMENTS[caught.value.refusal.value] == argument
+
+
+def test_choices_need_experts():
+    checker = Checker(spec(num_experts=None), 7, intake)
+    with pytest.raises(ContractError, match="needs num_experts"):
+        checker.dispatch(given())
+
+
+def combine(checker, x=None, known=None, weights=None, bias=None):
+    rows = np.zeros((5, H), np.float32) if x is None else x
+    return checker.combine(rows, known or handle(), weights, bias, own=False)
+
+
+def test_right_combines(checker):
+    bias = np.zeros((4, H), np.float32)
+    assert combine(checker).biases == ()
+    assert combine(checker, bias=bias).biases == (bias,)
+    assert combine(checker, bias=(bias, bias)).biases == (bias, bias)
+    assert combine(checker, bias=()).biases == ()
+    weights = np.zeros((5, K), np.float32)
+    assert combine(checker, weights=weights).topk_weights is weights
+    assert combine(checker, x=np.zeros((5, 1), np.uint8)).x.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("x", {"x": np.zeros((4, H), np.float32)}),
+        ("x", {"x": np.zeros((5, H), bool)}),
+        ("x", {"x": np.zeros((5, H), ">f4")}),
+        ("x", {"x": np.zeros((5, H), ml_dtypes.float8_e4m3fn)}),
+        ("x", {"x": np.zeros((5, 2), "V5")}),
+        ("handle", {"known": handle(buffer=1)}),
+        ("topk_weights", {"weights": np.zeros((4, K), np.float32)}),
+        (
+            "topk_weights",
+            {"weights": np.zeros((5, 0), np.float32), "known": handle(layout=Layout.MASK)},
+        ),
+        ("bias", {"bias": np.zeros((5, H), np.float32)}),
+        ("bias", {"bias": np.zeros((4, H), np.float16)}),
+        ("bias", {"bias": [np.zeros((4, H), np.float32)] * 3}),
+        ("bias", {"bias": (None, None)}),
+    ],
+)
+def test_wrong_combines_are_refused_by_argument(checker, argument, changes):
+    with pytest.raises(ContractError, match=rf"^combine\(\): argument '{argument}'") as caught:
+        combine(checker, **changes)
+    assert ARGUMENTS[caught.value.refusal.value] == argument
+
+
+def test_messages_say_wanted_got_and_where(checker):
+    with pytest.raises(ContractError) as caught:
+        checker.dispatch(given(topk_idx=np.zeros((3, K), np.int16)))
+    assert str(caught.value) == (
+        "dispatch(): argument 'topk_idx' must have shape [num_tokens, num_topk] = [4, any] and "
+        "dtype int64 or int32, got shape (3, 3), int16, on rank 1."
+    )
+
+
+# -------------------------------------------------------------------------- the constructor's
+
+
+def arguments(**changes):
+    right = {
+        "num_max_tokens_per_rank": M,
+        "hidden": H,
+        "num_topk": K,
+        "num_experts": E,
+        "dtype": "bfloat16",
+        "pool_bytes": None,
+        "num_sms": None,
+        "engine": "auto",
+        "device": None,
+        "timeout_s": 100.0,
+        "ranks_per_node": None,
+    }
+    return BufferArguments(**(right | changes))
+
+
+def test_right_constructors():
+    assert arguments().complaint(R) is None
+    assert arguments(num_topk=0, num_experts=None).complaint(R) is None
+    assert arguments(hidden=np.int64(H), num_experts=R).complaint(R) is None
+    built = arguments(dtype=np.float64).spec(RANK, R)
+    assert built.max_row_bytes == 8 * H
+    assert built.num_local_experts == E // R
+    assert built.max_recv_tokens == R * M
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_max_tokens_per_rank", 0),
+        ("hidden", 1.5),
+        ("hidden", None),
+        ("num_topk", -1),
+        ("num_topk", 33),
+        ("num_experts", 5),
+        ("num_experts", 0),
+        ("num_experts", None),
+        ("num_sms", 0),
+        ("num_sms", True),
+        ("pool_bytes", -1),
+        ("device", -1),
+        ("timeout_s", 0.0),
+        ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
+        ("timeout_s", "1"),
+        ("engine", "CUDA"),
+        ("dtype", "float17"),
+        ("dtype", None),
+        ("dtype", object),
+        ("ranks_per_node", 0),
+    ],
+)
+def test_wrong_constructors_name_the_argument(field, value):
+    assert f"'{field}'" in arguments(**{field: value}).complaint(R)
+
+
+def test_equal_arguments_look_equal():
+    same = [
+        arguments(),
+        arguments(hidden=np.int32(H), timeout_s=100, dtype=ml_dtypes.bfloat16),
+        arguments(num_sms=3, device=1),
+    ]
+    assert len({str(each.comparable()) for each in same}) == 1
+    assert arguments(dtype="float16").comparable() != arguments().comparable()
+
+
+def test_dtypes():
+    assert resolve_dtype("bfloat16") == ml_dtypes.bfloat16
+    assert resolve_dtype("float8_e4m3fn").itemsize == 1
+    assert resolve_dtype("V7").itemsize == 7
+    assert resolve_dtype(np.uint8) == np.uint8

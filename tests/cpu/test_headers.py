@@ -1,0 +1,102 @@
+"""What ranks make of each other's headers, word by word."""
+
+import pytest
+
+from deepep_cupy.plan.headers import (
+    ARGUMENTS,
+    DTYPE_CODES,
+    SIGNATURE,
+    WORDS,
+    Kind,
+    Layout,
+    Refusal,
+    RefusalCode,
+    describe_refusal,
+    difference,
+    dtype_code,
+    dtype_name,
+    verdict,
+)
+
+LIMITS = {"num_max_tokens_per_rank": 128, "num_experts": 64}
+
+
+def header(**words):
+    return dict.fromkeys(WORDS, 0) | {"kind": Kind.DISPATCH} | words
+
+
+def test_equal_headers_agree():
+    assert difference("dispatch", [header()] * 3) is None
+    assert verdict("dispatch", [header()] * 3, **LIMITS) is None
+
+
+def test_words_behind_the_signature_may_differ():
+    for word in set(WORDS) - set(SIGNATURE) - {"refusal"}:
+        assert verdict("dispatch", [header(), header(**{word: 9})], **LIMITS) is None
+
+
+@pytest.mark.parametrize("word", SIGNATURE)
+def test_each_word_of_the_signature_is_compared(word):
+    text = verdict("dispatch", [header(), header(**{word: 1})], **LIMITS)
+    assert text.startswith("dispatch(): ")
+    assert "rank 0" in text
+    assert "rank 1" in text
+    assert text.endswith("nothing was moved on any rank.")
+
+
+def test_differences_are_shown_as_people_say_them():
+    kinds = [header(), header(kind=Kind.COMBINE)]
+    assert "rank 0 calls dispatch, rank 1 calls combine" in difference("dispatch", kinds)
+    dtypes = [header(dtype=1), header(dtype=dtype_code("V7", 7))]
+    assert "rank 0: bfloat16, rank 1: opaque 7-byte items" in difference("dispatch", dtypes)
+    layouts = [header(layout=Layout.MASK), header(layout=Layout.CACHED)]
+    assert "rank 0: is_token_in_rank, rank 1: handle" in difference("dispatch", layouts)
+
+
+def test_a_difference_of_calls_comes_before_a_refusal():
+    headers = [header(refusal=RefusalCode.ARGUMENT), header(kind=Kind.BARRIER)]
+    assert "rank 1 calls barrier" in verdict("dispatch", headers, **LIMITS)
+
+
+def test_a_refusal_comes_before_what_it_left_empty():
+    refused = header(refusal=RefusalCode.TOO_MANY_TOKENS, refusal_value=129, dtype=3)
+    text = verdict("dispatch", [header(), refused], **LIMITS)
+    wanted = "rank 1 refused the call: it has 129 tokens, more than num_max_tokens_per_rank = 128"
+    assert wanted in text
+
+
+def test_all_refusing_ranks_are_named():
+    refused = header(refusal=RefusalCode.DUPLICATE_EXPERT, refusal_value=5)
+    text = verdict("dispatch", [refused, header(), refused, refused], **LIMITS)
+    assert "rank 0 refused" in text
+    assert text.endswith("nothing was moved on any rank (refused too on: 2, 3).")
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "words"),
+    [
+        (RefusalCode.EXPERT_OUT_OF_RANGE, 13, ("token 13", "outside -1..63")),
+        (RefusalCode.DUPLICATE_EXPERT, 13, ("token 13", "twice")),
+        (RefusalCode.POOL_EXHAUSTED, 40, ("40 more MiB",)),
+        (RefusalCode.CAPTURE, 0, ("graph capture",)),
+        (RefusalCode.ARGUMENT, ARGUMENTS.index("topk_idx"), ("argument 'topk_idx' is not",)),
+        (RefusalCode.ARGUMENT, 0, ("its arguments are not allowed",)),
+        (RefusalCode.ARGUMENT, 99, ("its arguments are not allowed",)),
+    ],
+)
+def test_refusals_say_why(code, value, words):
+    text = describe_refusal("combine", 3, Refusal(code, value), 64)
+    assert text.startswith("combine(): rank 3 refused the call: ")
+    assert [word for word in words if word not in text] == []
+
+
+def test_an_unknown_refusal_is_still_one():
+    assert "rank 0 refused" in verdict("dispatch", [header(refusal=77), header()], **LIMITS)
+
+
+def test_dtype_codes_are_distinct_and_have_names():
+    assert len(set(DTYPE_CODES.values())) == len(DTYPE_CODES)
+    for name, code in DTYPE_CODES.items():
+        assert dtype_code(name, 99) == code
+        assert dtype_name(code) == name
+    assert dtype_code("V12", 12) != dtype_code("V13", 13)
