@@ -26,8 +26,8 @@ def test_pool_and_region(num_ranks, visible):
     steps = 100_000 if num_ranks == 1 else 20_000 // num_ranks
     arguments = ["--steps", steps]
     if visible == "one":
-        counted = subprocess.run([sys.executable, "-c", COUNT_GPUS], stdout=-1, check=True)
-        arguments += ["--one-visible", int(counted.stdout)]
+        counted = subprocess.check_output([sys.executable, "-c", COUNT_GPUS])
+        arguments += ["--one-visible", int(counted)]
     run = run_ranks(WORKER, num_ranks, *arguments, limit_s=280)
     run.check()
     assert all("all parts passed" in output for output in run.outputs), run
