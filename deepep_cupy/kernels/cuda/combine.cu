@@ -62,28 +62,30 @@ DEVICE void add_row(const CommParams& c, const CommShared& s, const CombineCommo
     }
 }
 
-template <class Number>
-DEVICE void add_tokens(const CommParams& c, const CommShared& s, const CombineCommon& d) {
-    for (u32 token = first_token(); token < d.num_tokens; token += token_stride()) {
-        u32 row = row_of_lane(d, token);
-        u32 sources = sources_of_token(d, row);
-        if (d.combined_weights != nullptr) combine_weights(c, s, d, token, row);
-        if (d.access_bytes == 16) {
-            add_row<Number, 16>(c, s, d, token, row, sources);
-        } else {
-            add_row<Number, Number::kBytes>(c, s, d, token, row, sources);
+struct AddTokens {
+    const CommParams& c;
+    const CommShared& s;
+    const CombineCommon& d;
+
+    template <class Number>
+    DEVICE_METHOD void run() const {
+        for (u32 token = first_token(); token < d.num_tokens; token += token_stride()) {
+            u32 row = row_of_lane(d, token);
+            u32 sources = sources_of_token(d, row);
+            if (d.combined_weights != nullptr) combine_weights(c, s, d, token, row);
+            if (d.access_bytes == 16) {
+                add_row<Number, 16>(c, s, d, token, row, sources);
+            } else {
+                add_row<Number, Number::kBytes>(c, s, d, token, row, sources);
+            }
         }
     }
-}
+};
 
 KERNEL combine(const GRID_CONSTANT CombineParams p) {
     Shared& s = shared_memory<Shared>();
     Verdict verdict = enter(p.comm, s.comm);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm, p.d);
-    if (verdict == kGo) {
-        with_number(p.d.dtype, [&](auto number) {
-            add_tokens<decltype(number)>(p.comm, s.comm, p.d);
-        });
-    }
+    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, s.comm, p.d});
     finish(p.comm, s.comm, p.d, verdict);
 }

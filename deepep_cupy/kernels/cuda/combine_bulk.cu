@@ -176,6 +176,17 @@ DEVICE void add_tokens(const CommParams& c, const CombineCommon& d, Shared& s) {
     }
 }
 
+struct AddTokens {
+    const CommParams& c;
+    const CombineCommon& d;
+    Shared& s;
+
+    template <class Number>
+    DEVICE_METHOD void run() const {
+        add_tokens<Number>(c, d, s);
+    }
+};
+
 KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
     Shared& s = shared_memory<Shared>();
     if (lane_index() == 0) {
@@ -184,10 +195,6 @@ KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
     }
     Verdict verdict = enter(p.comm, s.comm);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm, p.d);
-    if (verdict == kGo) {
-        with_number(p.d.dtype, [&](auto number) {
-            add_tokens<decltype(number)>(p.comm, p.d, s);
-        });
-    }
+    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s});
     finish(p.comm, s.comm, p.d, verdict);
 }

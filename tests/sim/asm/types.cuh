@@ -19,6 +19,7 @@ struct alignas(16) Vec16 {
 
 #define DEVICE [[maybe_unused]] static inline
 #define DEVICE_MEMBER static inline
+#define DEVICE_METHOD inline
 #define KERNEL extern "C" void
 #define GRID_CONSTANT
 #define UNROLL

@@ -22,6 +22,7 @@ struct alignas(16) Vec16 {
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER static __device__ __forceinline__
+#define DEVICE_METHOD __device__ __forceinline__
 #define KERNEL extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #define GRID_CONSTANT __grid_constant__
 #define UNROLL _Pragma("unroll")

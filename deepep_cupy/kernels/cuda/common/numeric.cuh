@@ -136,20 +136,20 @@ struct Integer64 {
     DEVICE_MEMBER Vec16 narrow(const Sum& sum) { return sum; }
 };
 
-// Calls work(Number{}) for the Number of a dtype code.
+// Calls work.run<Number>() for the Number of a dtype code.
 template <class Work>
-DEVICE void with_number(u32 dtype, Work work) {
+DEVICE void with_number(u32 dtype, const Work& work) {
     switch (dtype) {
-        case kDtypeBfloat16: work(Bfloat16{}); break;
-        case kDtypeFloat16: work(Float16{}); break;
-        case kDtypeFloat32: work(Float32{}); break;
-        case kDtypeFloat64: work(Float64{}); break;
+        case kDtypeBfloat16: work.template run<Bfloat16>(); break;
+        case kDtypeFloat16: work.template run<Float16>(); break;
+        case kDtypeFloat32: work.template run<Float32>(); break;
+        case kDtypeFloat64: work.template run<Float64>(); break;
         case kDtypeInt8:
-        case kDtypeUint8: work(Integer8{}); break;
+        case kDtypeUint8: work.template run<Integer8>(); break;
         case kDtypeInt16:
-        case kDtypeUint16: work(Integer16{}); break;
+        case kDtypeUint16: work.template run<Integer16>(); break;
         case kDtypeInt32:
-        case kDtypeUint32: work(Integer32{}); break;
-        default: work(Integer64{}); break;
+        case kDtypeUint32: work.template run<Integer32>(); break;
+        default: work.template run<Integer64>(); break;
     }
 }
