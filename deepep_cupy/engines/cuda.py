@@ -23,7 +23,6 @@ from deepep_cupy.engines.base import (
     DispatchOutput,
     Routing,
 )
-from deepep_cupy.engines.gpu.device import probe, ranks_on_same_gpu
 from deepep_cupy.engines.gpu.intake import Intake
 from deepep_cupy.engines.gpu.launches import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
@@ -50,8 +49,9 @@ from deepep_cupy.transport.block import Block
 from deepep_cupy.transport.board import LINE_BYTES, Abort, AbortBoard, AbortReason
 from deepep_cupy.transport.group import Group
 from deepep_cupy.transport.rendezvous import Rendezvous
+from deepep_cupy.transport.topology import Topology
 
-__all__ = ["CudaEngine", "probe"]
+__all__ = ["CudaEngine"]
 
 _PATIENT_POLLS = 2000
 """Polls of the counts before the host looks whether the stream is still alive."""
@@ -77,31 +77,39 @@ class CudaEngine:
         group: The ranks.
         board: Their abort board.
         spec: Sizes of the Buffer.
-        device: CUDA ordinal of this rank's GPU, ``None`` for the default.
+        topology: The GPUs of all ranks.
+        choose_device: Make this rank's GPU the current device of the calling thread.
     """
 
     name = "cuda"
 
     def __init__(
-        self, group: Group, board: AbortBoard, spec: BufferSpec, device: int | None = None
+        self,
+        group: Group,
+        board: AbortBoard,
+        spec: BufferSpec,
+        topology: Topology,
+        *,
+        choose_device: bool = False,
     ) -> None:
         import cupy
 
         self._cupy: Any = cupy
         self._group, self._board, self._spec = group, board, spec
-        count = cupy.cuda.runtime.getDeviceCount()
-        self.device = group.rank % count if device is None else device
-        self._device: Any = cupy.cuda.Device(self.device)
+        gpu = topology.gpus[group.rank]
+        self.device = gpu.device
+        self._device: Any = cupy.cuda.Device(gpu.device)
+        if choose_device:
+            self._device.use()
         self._intake = Intake(self.device, group.rank)
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         self._experts = spec.num_experts or 0
         self._control = ControlLayout(spec.num_ranks, self._experts)
         with self._device:
             self._order = DeviceOrder.of(self.device)
-            sharers = ranks_on_same_gpu(group, self.device)
-            num_sms = self._device.attributes["MultiProcessorCount"]
-            self._grids = GridPlan(num_sms, len(sharers), spec.num_sms)
-            self._kernels = self._make_kernels()
+            sharing = len(topology.sharing(group.rank))
+            self._grids = GridPlan(gpu.num_sms, sharing, spec.num_sms)
+            self._kernels = self._make_kernels(10 * gpu.capability[0] + gpu.capability[1])
             self._memory = SymmetricMemory(group, self.device, spec, self._control)
             self._pool, self._arrays = self._memory.pool, self._memory.arrays
             self._events = self._memory.events
@@ -110,8 +118,7 @@ class CudaEngine:
 
     # ---------------------------------------------------------------------------- building
 
-    def _make_kernels(self) -> Kernels:
-        arch = int(self._device.compute_capability)
+    def _make_kernels(self, arch: int) -> Kernels:
         self.loads = "nc" if env.loads() == "nc" else "coherent"
         wanted = env.path()
         if wanted == "bulk" and arch < 90:
@@ -510,7 +517,8 @@ def _address(array: Any) -> int:
 
 
 def _copy(array: Any) -> Any:
-    return None if array is None else array.copy()
+    """In ordinary memory; by bytes, since CuPy copies no FP8."""
+    return None if array is None else array.view("u1").copy().view(array.dtype)
 
 
 def _code(dtype: Any) -> int:

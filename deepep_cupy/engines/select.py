@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from deepep_cupy.engines.base import Engine
@@ -12,11 +11,12 @@ from deepep_cupy.log import logger
 from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.board import AbortBoard
 from deepep_cupy.transport.group import Group
+from deepep_cupy.transport.region import RegionError
+from deepep_cupy.transport.topology import survey
 
 __all__ = ["ENGINES", "make_engine", "why_not_cuda"]
 
 ENGINES = ("auto", "cuda", "host")
-_CUDA_ENGINE = "deepep_cupy.engines.cuda"
 
 
 def make_engine(
@@ -32,34 +32,58 @@ def make_engine(
         device: GPU of this rank, ``None`` for the default.
 
     Raises:
-        PlatformError: On every rank, when ``engine="cuda"`` and a rank cannot.
+        PlatformError: On every rank, when ``engine="cuda"`` and a rank cannot, or when there is
+            too little GPU memory on a rank.
     """
     if engine == "host":
         return HostEngine(group, board, spec)
-    votes = group.allgather(why_not_cuda(spec, device))
-    against = [f"rank {rank}: {reason}" for rank, reason in enumerate(votes) if reason is not None]
+    topology = survey(group, device)
+    compilers = group.allgather(_why_no_compiler())
+    against = topology.verdict() or "; ".join(
+        f"rank {rank}: {reason}" for rank, reason in enumerate(compilers) if reason
+    )
     if not against:
-        cuda: Any = importlib.import_module(_CUDA_ENGINE)
-        return cuda.CudaEngine(group, board, spec, device=device)  # type: ignore[no-any-return]
-    more = f" (and {len(against) - 1} more)" if len(against) > 1 else ""
+        from deepep_cupy.engines.cuda import CudaEngine
+
+        try:
+            return CudaEngine(group, board, spec, topology, choose_device=device is None)
+        except RegionError as error:
+            # Too little memory is no reason to go slow in silence.
+            if engine == "cuda" or error.out_of_memory:
+                raise
+            against = str(error)
     if engine == "cuda":
         raise PlatformError(
-            f"Buffer(): engine='cuda' is not possible, {against[0]}{more}; mend that, or use "
-            f"engine='host'."
+            f"Buffer(): engine='cuda' is not possible ({against}); mend that, or use engine='host'."
         )
     if group.rank == 0:
-        logger.info("running on the host engine: %s%s", against[0], more)
+        logger.info("running on the host engine: %s", against)
     return HostEngine(group, board, spec)
 
 
-def why_not_cuda(spec: BufferSpec, device: int | None) -> str | None:
-    """This rank's vote: ``None`` for cuda, else the reason against it."""
+def _why_no_compiler() -> str:
+    """Why this process cannot compile kernels; empty where it can. Local."""
     try:
-        module: Any = importlib.import_module(_CUDA_ENGINE)
-    except ImportError as error:
-        missing = error.name or str(error)
-        if missing == _CUDA_ENGINE:
-            return "this version has no CUDA engine"
-        return f"{missing} is not installed (pip install 'deepep_cupy[cuda13]')"
-    reason: str | None = module.probe(spec, device)
-    return reason
+        from deepep_cupy.kernels.compile import compiler_version
+
+        compiler_version()
+    except Exception as error:  # noqa: BLE001 - any failure means "cannot"
+        return f"no NVRTC: {error}"
+    return ""
+
+
+def why_not_cuda(spec: BufferSpec, device: int | None) -> str | None:
+    """Why this process alone could not use the CUDA engine; ``None`` where it could. Local."""
+    del spec  # sizes matter only once memory is allocated
+    alone: Any = _Alone()
+    return survey(alone, device).gpus[0].objection or _why_no_compiler() or None
+
+
+class _Alone:
+    """As much of a group as ``survey`` needs."""
+
+    rank = 0
+    host = "this node"
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
