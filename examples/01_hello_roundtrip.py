@@ -43,8 +43,10 @@ def main() -> int:
         num_experts=num_experts,
         dtype="float32",
     ) as buffer:
-        # Arrays in and out are CuPy's on GPUs, NumPy's on the host engine.
-        xp = importlib.import_module("cupy" if buffer.engine_name == "cuda" else "numpy")
+        xp = np  # arrays in and out are NumPy's ...
+        if buffer.engine_name == "cuda":  # ... or CuPy's, on the GPU of this rank's Buffer
+            xp = importlib.import_module("cupy")
+            buffer.empty((1,), np.uint8).device.use()
 
         # The library, call 2: rows to the ranks of their experts.
         recv = buffer.dispatch(
@@ -83,9 +85,9 @@ def report(buffer, recv, topk_idx, x, out):
         return
     print(f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_tokens} tokens each, ", end="")
     print(f"{num_experts} experts, top {num_topk}")
-    print("rows sent    " + "".join(f"to {r:<4d}" for r in range(num_ranks)))
+    print("rows sent  " + "".join(f"   to {r}" for r in range(num_ranks)))
     for source in range(num_ranks):
-        print(f"  from {source:<4d}  " + "".join(f"{row[source]:<7d}" for row in received))
+        print(f"  from {source}   " + "".join(f"{row[source]:7d}" for row in received))
     e0, e1 = topk_idx[0]
     print(f"token 0 of rank 0: experts {e0} and {e1}, on ranks ", end="")
     print(f"{e0 // experts_per_rank} and {e1 // experts_per_rank}; ", end="")

@@ -13,11 +13,11 @@ Expected output: the engine, how busy the experts are, the largest difference fr
     OK: equal to the dense layer
 """
 
-import importlib
 import sys
 
 import numpy as np
 from mpi4py import MPI
+from support import array_module
 
 from deepep_cupy import Buffer
 
@@ -38,8 +38,7 @@ def main() -> int:
         num_experts=num_experts,
         dtype="float32",
     ) as buffer:
-        # Arrays in and out are CuPy's on GPUs, NumPy's on the host engine.
-        xp = importlib.import_module("cupy" if buffer.engine_name == "cuda" else "numpy")
+        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
         weights = make_weights(xp)  # the same on every rank; each uses its own experts only
         x = xp.asarray(normal(100 + rank, num_tokens, hidden))
         out, counts = moe_layer(xp, buffer, x, *weights)

@@ -13,12 +13,11 @@ Expected output: the engine, a progress bar with the loss, and (on any number of
 """
 
 import argparse
-import importlib
 import sys
 
 import numpy as np
 from mpi4py import MPI
-from support import Adam, load_digits, plot_training, random_matrices, to_host
+from support import Adam, array_module, load_digits, plot_training, random_matrices, to_host
 from tqdm import tqdm
 
 from deepep_cupy import Buffer
@@ -113,7 +112,7 @@ def main() -> int:
     args = parser.parse_args()
     sizes = {"num_max_tokens_per_rank": 400, "hidden": hidden, "num_topk": num_topk}
     with Buffer(comm, **sizes, num_experts=num_experts, dtype=args.dtype) as buffer:
-        xp = importlib.import_module("cupy" if buffer.engine_name == "cuda" else "numpy")
+        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
         losses, loads, accuracy = train(xp, buffer, args.dtype)
     good = accuracy >= 0.95
     if rank == 0:

@@ -13,12 +13,11 @@ Expected output: the engine, a progress bar, momentum kept to about 1e-15, and
 """
 
 import argparse
-import importlib
 import sys
 
 import numpy as np
 from mpi4py import MPI
-from support import conservation, plot_particles, to_host, two_discs
+from support import array_module, conservation, plot_particles, to_host, two_discs
 from tqdm import tqdm
 
 from deepep_cupy import Buffer
@@ -82,7 +81,7 @@ def main() -> int:
     start, history = two_discs(num_particles), []
     sizes = {"num_max_tokens_per_rank": num_particles, "hidden": start.shape[1], "num_topk": 0}
     with Buffer(comm, **sizes, dtype="float64") as buffer:
-        xp = importlib.import_module("cupy" if buffer.engine_name == "cuda" else "numpy")
+        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
         run = simulate(
             xp.asarray(start[rank::num_ranks].copy()),  # any share: the first migrate sorts them
             lambda state: migrate(xp, buffer, state),

@@ -5,6 +5,16 @@ import numpy as np
 RANK_COLORS = ("#47a", "#e67", "#283", "#cb4", "#6ce", "#a37", "#d84", "#777")
 
 
+def array_module(buffer):
+    """NumPy on the host engine; on GPUs CuPy, which from now on uses the Buffer's GPU."""
+    if buffer.engine_name == "host":
+        return np
+    import cupy
+
+    buffer.empty((1,), np.uint8).device.use()
+    return cupy
+
+
 def to_host(array):
     """A NumPy array of an array of either engine."""
     return array.get() if hasattr(array, "get") else array

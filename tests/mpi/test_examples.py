@@ -167,7 +167,7 @@ def run_program(words):
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_ptx_is_shown_and_explained(arch):
     child = run_alone(PTX, "--arch", arch, "--ranks", "4")
     assert child.returncode == 0, child.stdout + child.stderr
