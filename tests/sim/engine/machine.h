@@ -334,6 +334,7 @@ struct Actor {  // who accesses memory, and what that is ordered after
     const View* proxy = nullptr;
     Mark mark;
     u32 rank = 0;
+    bool host = false;  // another kernel of the stream, of which nothing else is known
 
     bool knows(const Mark& other) const {
         if (knowledge) return knowledge->knows(other.epoch);

@@ -101,6 +101,7 @@ void host_access(Rank& rank, u32 number, Command& c) {
                               false});
     Actor a;
     a.knowledge = &rank.stream;
+    a.host = true;
     a.rank = number;
     a.mark = {rank.stream.now(), record, c.op, kWeakAccess, false};
     Place at{&region, c.offset};

@@ -341,6 +341,7 @@ void host_store(u32 rank, Region& region, u64 offset, u64 value) {
                               Order::relaxed, Scope::sys, false});
     Actor a;
     a.knowledge = &r.stream;
+    a.host = true;
     a.mark = {r.stream.now(), record, r.op, kSysScope, false};
     a.rank = rank;
     Write write;

@@ -1,0 +1,415 @@
+"""Dispatch, combine and barrier in a World: inputs from a seed, parameters from the plan, and the
+comparison with the reference, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, Refusal, dtype_code
+from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.plan.layout import align
+from deepep_cupy.reference import DispatchResult, combine, dispatch
+from simulator.machine import Use
+from simulator.world import Call, World
+
+Array = np.ndarray[Any, Any]
+Rng = np.random.Generator
+
+
+@dataclass
+class Handle:
+    """What a dispatch leaves for combine and cached calls, on all ranks.
+
+    Attributes:
+        results: The reference's.
+        send_row: Per rank: offset in its local memory.
+        birth: Per rank: offset of the word.
+        serial: Of the dispatch.
+    """
+
+    results: list[DispatchResult]
+    send_row: list[int]
+    birth: list[int]
+    serial: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go: ``topk_idx`` and weights, or a mask; one entry a rank."""
+
+    topk_idx: list[Array] | None
+    weights: list[Array] | None
+    mask: list[Array] | None
+
+    @property
+    def num_topk(self) -> int:
+        """K, 0 with a mask."""
+        return 0 if self.topk_idx is None else self.topk_idx[0].shape[1]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How a call is made, on all ranks or per rank.
+
+    Attributes:
+        bulk: Use the bulk copy kernels where the rows allow.
+        grids: Blocks, per rank.
+        present: Ranks that make the call.
+        refusals: Rank -> refusal it sends instead.
+        picks: Random numbers for the choice of blocks.
+    """
+
+    bulk: bool
+    grids: Sequence[int]
+    present: Sequence[int]
+    refusals: dict[int, Refusal]
+    picks: Rng
+
+    def pick(self) -> int:
+        """The next choice."""
+        return int(self.picks.integers(1 << 30))
+
+
+def random_routing(rng: Rng, world: World, tokens: list[int], use_mask: bool) -> Routing:
+    """Choices of all ranks' tokens, some columns and some whole tokens empty."""
+    ranks, experts = world.num_ranks, world.setting.num_experts
+    if use_mask:
+        return Routing(None, None, [rng.random((t, ranks)) < 0.6 for t in tokens])
+    topk = int(rng.integers(1, min(experts, 5) + 1))
+    dtype = np.int64 if rng.random() < 0.5 else np.int32
+    index = []
+    for count in tokens:
+        rows = [rng.permutation(experts)[:topk] for _ in range(count)]
+        chosen = np.array(rows, dtype).reshape(count, topk)
+        chosen[rng.random((count, topk)) < rng.choice([0.0, 0.2, 0.9])] = -1
+        index.append(chosen)
+    weights = None
+    if rng.random() < 0.7:
+        weights = [rng.random((t, topk)).astype(np.float32) for t in tokens]
+    return Routing(index, weights, None)
+
+
+def random_rows(rng: Rng, tokens: int, row_bytes: int) -> Array:
+    """Rows of random bytes."""
+    return rng.integers(0, 256, (tokens, row_bytes), dtype=np.uint8)
+
+
+def call_barrier(world: World, ways: Ways) -> Call:
+    """A barrier; with refusals, of a dispatch that some ranks refuse."""
+    call = world.begin_call("barrier")
+    for rank in ways.present:
+        refusal = ways.refusals.get(rank)
+        world.launch(rank, call, "barrier", Kind.BARRIER, 1, refusal=refusal)
+    return call
+
+
+# ------------------------------------------------------------------------------- dispatch
+
+
+def call_dispatch(
+    world: World, ways: Ways, xs: list[Array], routing: Routing, handle: Handle | None = None
+) -> tuple[Call, Handle | None]:
+    """A dispatch, new or (with ``handle``) cached. Bad choices are refused by the kernel."""
+    call = world.begin_call("dispatch" if handle is None else "cached dispatch")
+    results = _expected_dispatch(world, xs, routing, handle)
+    made = Handle(results or [], [0] * world.num_ranks, [0] * world.num_ranks, call.serial)
+    for rank in range(world.num_ranks):
+        if rank not in ways.present:
+            continue
+        if rank in ways.refusals:
+            world.launch(rank, call, "barrier", Kind.DISPATCH, 1, refusal=ways.refusals[rank])
+            continue
+        _dispatch_on_rank(world, ways, call, rank, xs[rank], routing, handle, made)
+    if handle is not None:
+        return call, handle
+    return call, made if results is not None else None
+
+
+def _expected_dispatch(
+    world: World, xs: list[Array], routing: Routing, handle: Handle | None
+) -> list[DispatchResult] | None:
+    try:
+        if handle is not None:
+            handles = [result.handle for result in handle.results]
+            return dispatch(xs, handles=handles, topk_weights=routing.weights)
+        return dispatch(
+            xs,
+            topk_idx=routing.topk_idx,
+            topk_weights=routing.weights,
+            is_token_in_rank=routing.mask,
+            num_experts=None if routing.topk_idx is None else world.setting.num_experts,
+        )
+    except ValueError:
+        return None  # every rank refuses
+
+
+def _dispatch_on_rank(
+    world: World,
+    ways: Ways,
+    call: Call,
+    rank: int,
+    x: Array,
+    routing: Routing,
+    handle: Handle | None,
+    made: Handle,
+) -> None:
+    ranks, memory = world.num_ranks, world.memory[rank]
+    tokens, row_bytes = x.shape
+    cached = handle is not None
+    index = None if routing.topk_idx is None or cached else routing.topk_idx[rank]
+    weights = None if routing.weights is None else routing.weights[rank]
+    topk = weights.shape[1] if weights is not None else 0 if index is None else index.shape[1]
+    capacity = ranks * world.setting.max_tokens
+    if handle is not None:
+        capacity = handle.results[rank].handle.num_recv_tokens
+    shift = 0 if row_bytes % 16 == 0 else ways.pick() % 2 * (4 if row_bytes % 4 == 0 else 1)
+    x_at = world.array(rank, call, x, shift)
+    local = memory.local.address
+    access = access_bytes(row_bytes, (local(x_at),), (4, 1))
+    index_bytes = 0 if index is None else index.itemsize
+    experts = 0 if index is None else world.setting.num_experts
+    rows = world.block(rank, call, ways.pick())
+    meta = world.block(rank, call, ways.pick())
+    weights_at = align(4 * capacity, OFFSET_UNIT)
+    index_at = weights_at + align(4 * capacity * topk * (weights is not None), OFFSET_UNIT)
+    if handle is None:
+        made.send_row[rank] = world.output(rank, call, 4 * tokens * ranks, Use.SCRATCH)
+        made.birth[rank] = world.output(rank, call, 4)
+        per_rank = world.output(rank, call, 4 * ranks)
+    fields = {
+        "x": local(x_at),
+        "topk_idx": 0 if index is None else local(world.array(rank, call, index)),
+        "topk_weights": 0 if weights is None else local(world.array(rank, call, weights)),
+        "is_token_in_rank": 0,
+        "send_row": local((handle or made).send_row[rank]),
+        "recv_rows_per_rank": 0 if cached else local(per_rank),
+        "birth_out": 0 if cached else local(made.birth[rank]),
+        "birth_in": local(handle.birth[rank]) if handle is not None else 0,
+        "num_tokens": tokens,
+        "num_topk": topk,
+        "index_bytes": index_bytes,
+        "num_experts": experts,
+        "experts_per_rank": max(1, experts // ranks),
+        "num_reported_experts": experts // ranks,
+        "experts_offset": memory.control.experts,
+        "row_bytes": row_bytes,
+        "access_bytes": access,
+        "dtype": dtype_code("uint8", 1),
+        "layout": Layout.CACHED if cached else Layout.MASK if index is None else Layout.TOPK,
+        "capacity": capacity,
+        "rows_offset": rows // OFFSET_UNIT,
+        "meta_offset": meta // OFFSET_UNIT,
+        "weights_offset": (meta if cached else meta + weights_at) // OFFSET_UNIT,
+        "index_offset": 0 if cached else (meta + index_at) // OFFSET_UNIT,
+    }
+    if routing.mask is not None and not cached:
+        fields["is_token_in_rank"] = local(world.array(rank, call, routing.mask[rank]))
+    bulk = ways.bulk and access == 16
+    kernel = "dispatch_bulk" if bulk else "dispatch"
+    world.launch(rank, call, kernel, Kind.DISPATCH, ways.grids[rank], fields)
+
+    # What a later kernel of the user sees, then the blocks go back to the pool.
+    device = memory.device
+    want = made.results[rank] if made.results else None
+    number = want.handle.num_recv_tokens if want else capacity
+
+    def get(region: int, offset: int, nbytes: int) -> Any:
+        return world.read(rank, call, region, offset, nbytes)
+
+    reads: dict[str, Any] = {"recv_x": get(device, rows, number * row_bytes)}
+    if weights is not None:
+        at = meta if cached else meta + weights_at
+        reads["recv_topk_weights"] = get(device, at, number * topk * 4)
+    if index is not None:
+        reads["recv_topk_idx"] = get(device, meta + index_at, number * topk * index_bytes)
+    if not cached:
+        reads["recv_src_idx"] = get(device, meta, number * 4)
+        reads["send_row"] = get(memory.local.region, made.send_row[rank], 4 * tokens * ranks)
+        reads["recv_rows_per_rank"] = get(memory.local.region, per_rank, 4 * ranks)
+    world.free_slot(rank, rows)
+    world.free_slot(rank, meta)
+    call.checks[rank] = lambda: _check_dispatch(world, call, rank, reads, routing, want)
+    call.poisoned[rank] = lambda: _check_poison(
+        reads, {"recv_x": 0, "recv_rows_per_rank": 0}, default=0xFF
+    )
+
+
+def _check_dispatch(
+    world: World, call: Call, rank: int, reads: dict[str, Any], routing: Routing, want: Any
+) -> None:
+    if want is None:
+        raise AssertionError(f"rank {rank} says ok to a call that had to be refused")
+    words = world.report_words(rank)
+    layout = world.memory[rank].report_layout
+    newest = all(other.serial <= call.serial or "dispatch" not in other.name for other in world.calls)
+    for name, get in reads.items():
+        _compare(f"{call.name} {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
+    if newest and not call.name.startswith("cached"):
+        counts = [call.serial << 32 | int(n) for n in want.recv_rows_per_rank]
+        _equal("rows reported to the host", words[layout.rows : layout.experts], counts)
+        if routing.topk_idx is not None:
+            counts = [call.serial << 32 | n for n in want.num_recv_tokens_per_expert_list]
+            got = words[layout.experts : layout.experts + len(counts)]
+            _equal("experts' rows reported to the host", got, counts)
+
+
+# ------------------------------------------------------------------------------- combine
+
+COMBINED = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "int8": np.dtype(np.int8),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+
+
+def call_combine(
+    world: World, ways: Ways, rng: Rng, handle: Handle, dtype: np.dtype[Any], width: int
+) -> Call:
+    """A combine of fresh rows; afterwards their owner overwrites them at once."""
+    call = world.begin_call("combine")
+    topk = int(rng.integers(1, 5)) if rng.random() < 0.5 else 0
+    num_biases = int(rng.integers(0, 3))
+    sizes = [(result.handle.num_recv_tokens, result.handle.num_tokens) for result in handle.results]
+    ys = [_values(rng, (rows, width), dtype) for rows, _ in sizes]
+    weights = [rng.random((rows, topk)).astype(np.float32) for rows, _ in sizes] if topk else None
+    biases = [[_values(rng, (t, width), dtype) for _ in range(num_biases)] for _, t in sizes]
+    handles = [result.handle for result in handle.results]
+    want = combine(ys, handles, topk_weights=weights, biases=biases)
+    for rank in range(world.num_ranks):
+        if rank not in ways.present:
+            continue
+        if rank in ways.refusals:
+            world.launch(rank, call, "barrier", Kind.COMBINE, 1, refusal=ways.refusals[rank])
+            continue
+        given = None if weights is None else weights[rank]
+        _combine_on_rank(world, ways, call, rank, ys[rank], given, biases[rank], handle, want[rank])
+    return call
+
+
+def _combine_on_rank(
+    world: World,
+    ways: Ways,
+    call: Call,
+    rank: int,
+    y: Array,
+    weights: Array | None,
+    biases: list[Array],
+    handle: Handle,
+    want: Any,
+) -> None:
+    memory, machine = world.memory[rank], world.machine
+    local, device = memory.local.address, memory.device
+    tokens, width = handle.results[rank].handle.num_tokens, y.shape[1]
+    row_bytes, topk = width * y.itemsize, 0 if weights is None else weights.shape[1]
+    blocks = []
+
+    def place(array: Array) -> int:
+        offset = world.take_slot(rank, ways.pick())
+        blocks.append(offset)
+        machine.mark(rank, call.serial, device, offset, 16 * 1024, Use.INPUT)
+        raw = array.tobytes()
+        if raw:
+            machine.write(rank, call.serial, device, offset, raw + bytes(-len(raw) % 4))
+        return offset
+
+    rows = place(y)
+    weights_at = 0 if weights is None else place(weights)
+    bias_at = [local(world.array(rank, call, bias)) for bias in biases]
+    own = machine.address(rank, device, rows)
+    if ways.pick() % 2:  # this rank's own rows need not lie in the pool
+        own = local(world.array(rank, call, y))
+    out = world.output(rank, call, tokens * row_bytes)
+    out_weights = world.output(rank, call, tokens * topk * 4)
+    access = access_bytes(row_bytes, (own, local(out), *bias_at), (y.itemsize,))
+    fields = {
+        "x": own,
+        "out": local(out),
+        "combined_weights": local(out_weights) if topk else 0,
+        "bias": [*bias_at, *[0] * (2 - len(bias_at))],
+        "send_row": local(handle.send_row[rank]),
+        "birth": local(handle.birth[rank]),
+        "num_tokens": tokens,
+        "num_rows": len(y),
+        "num_topk": topk,
+        "row_bytes": row_bytes,
+        "access_bytes": access,
+        "dtype": dtype_code(y.dtype.name, y.itemsize),
+        "rows_offset": rows // OFFSET_UNIT,
+        "weights_offset": weights_at // OFFSET_UNIT,
+    }
+    bulk = ways.bulk and access == 16
+    kernel = "combine_bulk" if bulk else "combine"
+    world.launch(rank, call, kernel, Kind.COMBINE, ways.grids[rank], fields)
+
+    # The contract: after a combine that ended well, its rows may be overwritten at once.
+    for offset, array in zip(blocks, (y, weights), strict=False):
+        if array is not None and array.nbytes:
+            garbage = bytes([0xEE]) * align(array.nbytes, 4)
+            machine.write(rank, call.serial, device, offset, garbage)
+    for offset in blocks:
+        world.free_slot(rank, offset)
+    reads = {"combined_x": world.read(rank, call, memory.local.region, out, tokens * row_bytes)}
+    if topk:
+        reads["combined_topk_weights"] = world.read(
+            rank, call, memory.local.region, out_weights, tokens * topk * 4
+        )
+
+    def check() -> None:
+        for name, get in reads.items():
+            _compare(f"combine {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
+
+    is_float = y.dtype.kind not in "iu"
+    call.checks[rank] = check
+    call.poisoned[rank] = lambda: _check_poison(
+        reads, {"combined_x": 0xFF if is_float else 0}, default=0xFF
+    )
+
+
+# ------------------------------------------------------------------------------- comparing
+
+
+def _values(rng: Rng, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    """Numbers that add up with rounding, or integers that wrap."""
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-2, 3, shape)).astype(dtype)
+
+
+def _compare(what: str, got: bytes, want: Array) -> None:
+    wanted = np.ascontiguousarray(want).tobytes()
+    if got == wanted:
+        return
+    a, b = np.frombuffer(got, np.uint8), np.frombuffer(wanted, np.uint8)
+    if len(a) != len(b):
+        raise AssertionError(f"{what}: {len(a)} bytes, wanted {len(b)}")
+    bad = np.flatnonzero(a != b)
+    row_bytes = len(wanted) // max(1, len(want))
+    rows = sorted({int(i) // row_bytes for i in bad})
+    first = int(bad[0])
+    raise AssertionError(
+        f"{what}: {len(bad)} of {len(a)} bytes differ, in rows {rows[:10]} of {len(want)}; first "
+        f"at byte {first}: got {got[first : first + 8].hex()}, wanted {wanted[first : first + 8].hex()}"
+    )
+
+
+def _equal(what: str, got: Sequence[int], want: Sequence[int]) -> None:
+    if list(got) != list(want):
+        raise AssertionError(f"{what}: got {list(map(hex, got))}, wanted {list(map(hex, want))}")
+
+
+def _check_poison(reads: dict[str, Any], filling: dict[str, int], default: int) -> None:
+    for name, get in reads.items():
+        value = filling.get(name, default)
+        data = get()
+        if data != bytes([value]) * len(data):
+            raise AssertionError(f"{name} of an operation that failed is not poisoned: {data[:64]!r}")
