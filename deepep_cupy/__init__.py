@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlatformError,
         StateError,
     )
+    from deepep_cupy.kernels.build import kernel_options, kernel_ptx, kernel_source
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,9 @@ __all__ = [
     "PlatformError",
     "StateError",
     "__version__",
+    "kernel_options",
+    "kernel_ptx",
+    "kernel_source",
 ]
 
 _HOME = {
@@ -55,6 +59,9 @@ _HOME = {
     "PeerTimeoutError": "errors",
     "PlatformError": "errors",
     "StateError": "errors",
+    "kernel_options": "kernels.build",
+    "kernel_ptx": "kernels.build",
+    "kernel_source": "kernels.build",
 }
 """Public name → module it lives in. Loaded when first asked for: commands that need little stay
 light."""

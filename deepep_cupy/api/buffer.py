@@ -116,6 +116,11 @@ class Buffer(Lifecycle):
         return self._engine.name
 
     @property
+    def device(self) -> int | None:
+        """This rank's GPU, as CuPy counts; None on the host engine. Arrays must be made on it."""
+        return self._engine.device
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self._spec.rank

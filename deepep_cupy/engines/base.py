@@ -132,6 +132,11 @@ class Engine(Protocol):
     name: str
     """``"host"`` or ``"cuda"``."""
 
+    @property
+    def device(self) -> int | None:
+        """Number of this rank's GPU, as CuPy counts; None on the host engine."""
+        ...
+
     def intake(self, operation: str, argument: str, value: object) -> Array:
         """Turn what the user passed into this engine's array type without a copy.
 

@@ -54,6 +54,7 @@ class HostEngine:
     """
 
     name = "host"
+    device: int | None = None
 
     def __init__(
         self,

@@ -10,7 +10,9 @@ import pytest
 import deepep_cupy
 from deepep_cupy import env
 from deepep_cupy.api.lifecycle import _LEGAL, State
+from deepep_cupy.engines.host import HostEngine
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
+from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.transport.group import LinkError
 from deepep_cupy.transport.rendezvous import Pending, Rendezvous
@@ -233,3 +235,32 @@ def test_a_barrier_ends_when_a_rank_has_left():
     others[2].abort(Abort(AbortReason.ERROR, 2, (), "SystemExit: 1"), RankState.LEFT)
     with pytest.raises(PeerAbortedError, match="rank 2 aborted"):
         meeting.barrier("close")
+
+
+# ----------------------------------------------------------------------------- the host's arrays
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (type("ndarray", (), {"__module__": "cupy"})(), ("got cupy.ndarray", "cupy.asnumpy()")),
+        ([1, 2], ("got list",)),
+        (np.zeros((4, 4))[:, ::2], ("C-contiguous", "strides (32, 16)", "ascontiguousarray")),
+        (np.zeros((4, 4), object), ("plain bytes", "object")),
+    ],
+)
+def test_host_engine_says_what_it_wants(value, words):
+    group = FakeGroup(rank=1)
+    spec = BufferSpec(
+        num_ranks=4,
+        rank=1,
+        num_max_tokens_per_rank=1,
+        max_row_bytes=1,
+        num_topk=0,
+        num_experts=None,
+        timeout_s=1.0,
+    )
+    engine = HostEngine(group, AbortBoard(group), spec)
+    with pytest.raises(ContractError, match=r"dispatch\(\): argument 'x' must be .* rank 1") as e:
+        engine.intake("dispatch", "x", value)
+    assert [word for word in words if word not in str(e.value)] == []

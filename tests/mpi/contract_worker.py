@@ -510,7 +510,10 @@ def life(comm):
 @scenario
 def auto_says_why(comm):
     with make(comm, engine="auto") as buffer:
-        works(comm, buffer)
+        if comm.rank == 0:
+            print("ENGINE", buffer.engine_name)
+        if buffer.engine_name == "host":
+            works(comm, buffer)
 
 
 def main():

@@ -323,6 +323,21 @@ def raises_and_is_caught(comm):
 
 
 @scenario
+def raises_and_stays(comm):
+    """Rank 1 raises, catches that outside, and goes on with something else for long."""
+    trip = Trip(comm, 1)
+    meet(comm)
+    try:
+        with make(comm) as buffer:
+            if comm.rank == BAD:
+                np.ones(2).reshape(3)
+            report(lambda: trip.there(buffer))
+    except ValueError:
+        time.sleep(5 * TIMEOUT_S)
+    print("END")
+
+
+@scenario
 def out_of_memory(comm):
     """Rank 1 fails between headers and rows: the others hear of it at once."""
     trip = Trip(comm, 1)

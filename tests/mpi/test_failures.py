@@ -153,6 +153,17 @@ def test_exception_on_one_rank(name):
         assert wanted in run.outputs[rank], run
 
 
+def test_exception_that_one_rank_catches_outside():
+    """The others hear of it at once, and that they end is not held up by their limit."""
+    run = ends("raises_and_stays")
+    assert run.returncode != 0, run
+    for rank in GOOD:
+        kind, seconds, message = saw(run.outputs[rank])[0]
+        assert kind == "PeerAbortedError", run
+        assert seconds < TIMEOUT_S, run
+        assert "rank 1 aborted (ValueError: cannot reshape" in message, run
+
+
 def test_exception_on_one_rank_while_others_are_elsewhere():
     run = ends("raises_while_others_wait_elsewhere")
     assert run.returncode != 0, run
