@@ -250,6 +250,7 @@ class CudaEngine:
             0,
             tokens,
             topk,
+            has_weights,
             index_bytes,
             experts,
             max(1, experts // ranks),
@@ -309,6 +310,7 @@ class CudaEngine:
             routing.birth.data.ptr,
             len(x),
             topk,
+            weights is not None,
             0,
             0,
             1,
@@ -342,7 +344,7 @@ class CudaEngine:
             raise
 
     def _run_dispatch(self, stream: Any, *fields: int) -> None:
-        tokens, access = fields[8], fields[16]
+        tokens, access = fields[8], fields[17]
         name = "dispatch_bulk" if access == 16 and self.path == "bulk" else "dispatch"
         launch = self._kernels.get(name, self._grids.dispatch(tokens), Kind.DISPATCH)
         launch.operation(*fields)
@@ -384,6 +386,7 @@ class CudaEngine:
                 tokens,
                 routing.num_recv_tokens,
                 topk,
+                weights is not None,
                 row_bytes,
                 access,
                 _code(x.dtype),

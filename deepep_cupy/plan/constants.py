@@ -81,13 +81,10 @@ class KernelShape:
 
     @property
     def combine_piece_bytes(self) -> int:
-        """Piece of a row a warp adds up at a time: at most four 16-byte words a lane."""
-        return min(2048, align(self.max_row_bytes, 128))
-
-    @property
-    def combine_slots(self) -> int:
-        """Pieces a warp has in flight while it combines."""
-        return max(1, min(8, self.warp_bytes // self.combine_piece_bytes))
+        """Piece of a row a warp adds up at a time; it holds two pieces of each rank's row. At
+        most four 16-byte words a lane, so that a sum fits into registers."""
+        most = min(4 * 512, self.warp_bytes // (2 * self.num_ranks)) // 128 * 128
+        return max(128, min(most, align(self.max_row_bytes, 128)))
 
 
 def kernel_constants(shape: KernelShape) -> dict[str, int]:
@@ -133,10 +130,9 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
             SHARED_HEAD + shape.num_warps * stages * shape.dispatch_stage_bytes
         ),
         "kCombinePieceBytes": shape.combine_piece_bytes,
-        "kCombineSlots": shape.combine_slots,
         "kCombineSharedBytes": SHARED_HEAD,
         "kCombineBulkSharedBytes": (
-            SHARED_HEAD + shape.num_warps * shape.combine_slots * shape.combine_piece_bytes
+            SHARED_HEAD + shape.num_warps * 2 * shape.num_ranks * shape.combine_piece_bytes
         ),
         "kBarrierSharedBytes": SHARED_HEAD,
     }

@@ -75,7 +75,7 @@ def upload(array: Any) -> Any:
     if array is None:
         return None
     if array.dtype.kind == "V" and array.dtype.name.startswith("void"):
-        array = array.view(np.uint8).reshape(len(array), -1)
+        array = array.view(np.uint8).reshape(len(array), array.shape[1] * array.itemsize)
     if array.dtype.name.startswith("float8"):
         return cupy.asarray(array.view(np.uint8)).view(array.dtype)
     return cupy.asarray(array)

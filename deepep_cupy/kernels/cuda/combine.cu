@@ -72,7 +72,7 @@ struct AddTokens {
         for (u32 token = first_token(); token < d.num_tokens; token += token_stride()) {
             u32 row = row_of_lane(d, token);
             u32 sources = sources_of_token(d, row);
-            if (d.combined_weights != nullptr) combine_weights(c, s, d, token, row);
+            if (d.has_weights != 0u) combine_weights(c, s, d, token, row);
             if (d.access_bytes == 16) {
                 add_row<Number, 16>(c, s, d, token, row, sources);
             } else {

@@ -1,92 +1,93 @@
 // combine_bulk: combine with the bulk copy engine of SM 90 and later.
 //
-// A warp works through a list of pieces: for each token, for each piece of its row, for each
-// source (biases, then ranks in order) one piece of at most kCombinePieceBytes. One lane keeps up
-// to kCombineSlots loads of that list in flight, ahead of the lanes that add; a sum is stored when
-// its last source has been added. Rows and bases are multiples of 16 bytes.
+// A unit of work is one piece of one token's row. Each warp has two sets of slots, one slot a rank
+// in each: while the pieces of one unit are being added, those of the next are on their way. The
+// lane whose number is a rank's starts that rank's load, so that a unit costs one pass of address
+// arithmetic, whatever the number of its sources. Pieces of few tokens spread over many warps.
+// Rows and bases are multiples of 16 bytes.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "asm/bulk.cuh"
 #include "combine/rows.cuh"
 #include "common/bulk_wait.cuh"
 
-constexpr u32 kSlots = kCombineSlots;
+constexpr int kSets = 2;
 constexpr int kLaneWords = (kCombinePieceBytes + 511) / 512;  // 16-byte words a lane adds
 
 struct Shared {
     CommShared comm;
-    u64 loaded[kNumWarps][kSlots];
-    alignas(128) u8 slot[kNumWarps][kSlots][kCombinePieceBytes];
+    u64 loaded[kNumWarps][kSets];
+    alignas(128) u8 slot[kNumWarps][kSets][kNumRanks][kCombinePieceBytes];
 };
 static_assert(sizeof(Shared) <= kCombineBulkSharedBytes,
               "SHARED_HEAD in plan/constants.py is small");
 
-// ---- the list of pieces ----
+// ---- units ----
 
-// A place in the list. The loads run ahead with one cursor, the sums follow with another.
-struct Cursor {
-    u32 token;    // >= num_tokens: the end
-    u32 row;      // this lane's row of the token
-    u32 sources;  // of the token
-    u32 offset;   // of the piece in its row
-    u32 left;     // sources of this piece still to come, this one included
+struct Unit {
+    u32 token;  // >= num_tokens: no more work
+    u32 piece;
+    u32 row;    // this lane's row of the token
 };
 
-DEVICE void visit_token(const CombineCommon& d, Cursor& at, u32 token) {
-    at.token = token;
-    at.offset = 0;
-    if (token >= d.num_tokens) return;
-    at.row = row_of_lane(d, token);
-    at.sources = sources_of_token(d, at.row);
-    at.left = at.sources;
+// Units are dealt to the warps of the grid in turn: unit number = token * pieces + piece.
+struct Deal {
+    u32 pieces;       // a row
+    u32 token_step;   // what one turn adds to a unit's token and piece
+    u32 piece_step;
+};
+
+DEVICE Deal deal_of(const CombineCommon& d) {
+    u32 pieces = (d.row_bytes + kCombinePieceBytes - 1) / kCombinePieceBytes;
+    u32 warps = num_blocks() * kNumWarps;
+    return {pieces, warps / pieces, warps % pieces};
 }
 
-// To the next piece of the row, or the next token.
-DEVICE void next_piece(const CombineCommon& d, Cursor& at) {
-    at.offset += kCombinePieceBytes;
-    at.left = at.sources;
-    if (at.offset >= d.row_bytes) visit_token(d, at, at.token + token_stride());
+DEVICE void find_row(const CombineCommon& d, Unit& unit) {
+    unit.row = unit.token < d.num_tokens ? row_of_lane(d, unit.token) : ~0u;
 }
 
-// Skips tokens without sources: they have no loads.
-DEVICE void skip_empty(const CombineCommon& d, Cursor& at) {
-    while (at.token < d.num_tokens && at.sources == 0u) {
-        visit_token(d, at, at.token + token_stride());
+DEVICE Unit first_unit(const CombineCommon& d, const Deal& deal) {
+    u32 number = warp_index() * num_blocks() + block_index();
+    Unit unit = {number / deal.pieces, number % deal.pieces, ~0u};
+    find_row(d, unit);
+    return unit;
+}
+
+DEVICE Unit unit_after(const CombineCommon& d, const Deal& deal, const Unit& unit) {
+    Unit next = {unit.token + deal.token_step, unit.piece + deal.piece_step, ~0u};
+    if (next.piece >= deal.pieces) {
+        next.piece -= deal.pieces;
+        ++next.token;
     }
+    find_row(d, next);
+    return next;
 }
 
-DEVICE u32 piece_bytes(const CombineCommon& d, const Cursor& at) {
-    u32 rest = d.row_bytes - at.offset;
+DEVICE u32 unit_bytes(const CombineCommon& d, const Unit& unit) {
+    u32 rest = d.row_bytes - unit.piece * kCombinePieceBytes;
     return rest < kCombinePieceBytes ? rest : kCombinePieceBytes;
 }
 
 // ---- loads ----
 
-struct Loads {
-    Cursor next;
-    u32 started;
-};
-
-// Starts loads until `most` have been started in all or the list ends. All lanes call it.
-DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, Loads& loads,
-                        u32 most) {
+// Starts the loads of a unit: lane r the one from rank r. All lanes call it.
+DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
+                        u32 set) {
     u32 warp = warp_index();
-    Cursor& at = loads.next;
-    while (loads.started < most && at.token < d.num_tokens) {
-        u32 source = lowest_bit(at.left);
-        const u8* from = source_address(c, s.comm, d, at.token, at.row, source) + at.offset;
-        u32 slot = loads.started % kSlots;
-        if (lane_index() == 0) {
-            u32 bytes = piece_bytes(d, at);
-            mbarrier_arrive_expect_bytes(&s.loaded[warp][slot], bytes);
-            bulk_load(s.slot[warp][slot], from, bytes, &s.loaded[warp][slot]);
-        }
-        ++loads.started;
-        at.left &= at.left - 1u;
-        if (at.left == 0u) {
-            next_piece(d, at);
-            skip_empty(d, at);
-        }
+    u32 ranks = warp_ballot(unit.row != ~0u);
+    if (ranks == 0u) return;
+    u32 bytes = unit_bytes(d, unit);
+    if (lane_index() == 0) {
+        mbarrier_arrive_expect_bytes(&s.loaded[warp][set], bytes * count_bits(ranks));
+    }
+    warp_barrier();
+    if (unit.row != ~0u) {
+        u32 rank = lane_index();
+        bulk_load(s.slot[warp][set][rank],
+                  rows_of_rank(c, s.comm, d, rank) + static_cast<u64>(unit.row) * d.row_bytes +
+                      unit.piece * kCombinePieceBytes,
+                  bytes, &s.loaded[warp][set]);
     }
 }
 
@@ -97,13 +98,15 @@ struct PieceSum {
     typename Number::Sum word[kLaneWords];
 };
 
-template <class Number>
-DEVICE void add_slot(PieceSum<Number>& sum, const u8* slot, u32 words, bool first) {
+// Adds one term to the sum, 16-byte word by word; `first` takes it as it is. Source: a functor
+// from the number of a word to its value.
+template <class Number, class Source>
+DEVICE void add_term(PieceSum<Number>& sum, u32 words, bool first, const Source& source) {
     UNROLL
     for (int i = 0; i < kLaneWords; ++i) {
         u32 word = 32u * i + lane_index();
         if (word >= words) continue;
-        Vec16 term = ld_shared_v4(slot + word * 16u);
+        Vec16 term = source.read(word);
         if (first) {
             sum.word[i] = Number::widen(term);
         } else {
@@ -112,69 +115,63 @@ DEVICE void add_slot(PieceSum<Number>& sum, const u8* slot, u32 words, bool firs
     }
 }
 
+struct BiasSource {
+    const u8* piece;
+    DEVICE_METHOD Vec16 read(u32 word) const { return read_local(piece + word * 16u); }
+};
+struct SlotSource {
+    const u8* slot;
+    DEVICE_METHOD Vec16 read(u32 word) const { return ld_shared_v4(slot + word * 16u); }
+};
+
 template <class Number>
-DEVICE void store_sum(const CombineCommon& d, const Cursor& at, const PieceSum<Number>& sum) {
-    u8* out = d.out + static_cast<u64>(at.token) * d.row_bytes + at.offset;
-    u32 words = piece_bytes(d, at) / 16u;
+DEVICE void store_sum(const CombineCommon& d, u64 offset, u32 words, bool empty,
+                      const PieceSum<Number>& sum) {
+    u8* out = d.out + offset;
     UNROLL
     for (int i = 0; i < kLaneWords; ++i) {
         u32 word = 32u * i + lane_index();
-        if (word < words) write_local(out + word * 16u, Number::narrow(sum.word[i]));
+        if (word >= words) continue;
+        Vec16 value = {{0, 0, 0, 0}};
+        if (!empty) value = Number::narrow(sum.word[i]);
+        write_local(out + word * 16u, value);
     }
 }
 
-DEVICE void store_zeros(const CombineCommon& d, u32 token) {
-    u8* out = d.out + static_cast<u64>(token) * d.row_bytes;
-    for (u32 word = lane_index(); word < d.row_bytes / 16u; word += 32u) {
-        write_local(out + word * 16u, Vec16{{0, 0, 0, 0}});
+// Adds up one unit: biases in order, then ranks in ascending order. Returns false when a load
+// did not come.
+template <class Number>
+DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
+                     u32 set, u32& phases) {
+    u32 warp = warp_index();
+    u32 words = unit_bytes(d, unit) / 16u;
+    u64 offset =
+        static_cast<u64>(unit.token) * d.row_bytes + unit.piece * kCombinePieceBytes;
+    PieceSum<Number> sum;
+    bool first = true;
+    for (int bias = 0; bias < 2; ++bias) {
+        if (d.bias[bias] == nullptr) continue;
+        add_term<Number>(sum, words, first, BiasSource{d.bias[bias] + offset});
+        first = false;
     }
+    u32 ranks = warp_ballot(unit.row != ~0u);
+    if (ranks != 0u) {
+        if (!wait_loaded(c, s.comm, &s.loaded[warp][set], phases >> set & 1u)) return false;
+        phases ^= 1u << set;
+        for (; ranks != 0u; ranks &= ranks - 1u) {
+            add_term<Number>(sum, words, first, SlotSource{s.slot[warp][set][lowest_bit(ranks)]});
+            first = false;
+        }
+        // The lanes' reads of these slots precede the engine's next writes to them: a proxy fence
+        // in each lane that read, then the warp barrier before the lanes that start the loads.
+        fence_proxy_async_shared();
+    }
+    warp_barrier();
+    store_sum<Number>(d, offset, words, first, sum);
+    return true;
 }
 
 // ---- one warp's work ----
-
-template <class Number>
-DEVICE void add_tokens(const CommParams& c, const CombineCommon& d, Shared& s) {
-    u32 warp = warp_index();
-    // The peers wrote their rows with ordinary stores, which this block acquired with their
-    // headers; this orders the engine's loads behind that.
-    fence_proxy_async_global();
-
-    Loads loads;
-    loads.started = 0;
-    visit_token(d, loads.next, first_token());
-    skip_empty(d, loads.next);
-    start_loads(c, d, s, loads, kSlots);
-
-    Cursor at;
-    u32 taken = 0;
-    PieceSum<Number> sum;
-    for (visit_token(d, at, first_token()); at.token < d.num_tokens;) {
-        if (at.offset == 0 && at.left == at.sources) {
-            if (d.combined_weights != nullptr) combine_weights(c, s.comm, d, at.token, at.row);
-            if (at.sources == 0u) {
-                store_zeros(d, at.token);
-                visit_token(d, at, at.token + token_stride());
-                continue;
-            }
-        }
-        u32 slot = taken % kSlots;
-        if (!wait_loaded(c, s.comm, &s.loaded[warp][slot], taken / kSlots & 1u)) return;
-        add_slot<Number>(sum, s.slot[warp][slot], piece_bytes(d, at) / 16u,
-                         at.left == at.sources);
-        ++taken;
-        // The lanes' reads of the slot precede the engine's next write to it: a proxy fence in
-        // each lane that read, then the warp barrier before the lane that starts the load.
-        fence_proxy_async_shared();
-        warp_barrier();
-        start_loads(c, d, s, loads, taken + kSlots);
-
-        at.left &= at.left - 1u;
-        if (at.left == 0u) {
-            store_sum<Number>(d, at, sum);
-            next_piece(d, at);
-        }
-    }
-}
 
 struct AddTokens {
     const CommParams& c;
@@ -183,14 +180,33 @@ struct AddTokens {
 
     template <class Number>
     DEVICE_METHOD void run() const {
-        add_tokens<Number>(c, d, s);
+        // The peers wrote their rows with ordinary stores, which this block acquired with their
+        // headers; this orders the engine's loads behind that.
+        fence_proxy_async_global();
+        Deal deal = deal_of(d);
+        Unit unit = first_unit(d, deal);
+        Unit next = unit_after(d, deal, unit);
+        start_loads(c, d, s, unit, 0);
+        start_loads(c, d, s, next, 1);
+        u32 phases = 0;
+        for (u32 set = 0; unit.token < d.num_tokens; set ^= 1u) {
+            // The row numbers of the unit after next arrive while this one is being added.
+            Unit later = unit_after(d, deal, next);
+            if (d.has_weights != 0u && unit.piece == 0) {
+                combine_weights(c, s.comm, d, unit.token, unit.row);
+            }
+            if (!add_unit<Number>(c, d, s, unit, set, phases)) return;
+            start_loads(c, d, s, later, set);
+            unit = next;
+            next = later;
+        }
     }
 };
 
 KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
     Shared& s = shared_memory<Shared>();
     if (lane_index() == 0) {
-        for (u32 slot = 0; slot < kSlots; ++slot) mbarrier_init(&s.loaded[warp_index()][slot], 1);
+        for (int set = 0; set < kSets; ++set) mbarrier_init(&s.loaded[warp_index()][set], 1);
         fence_mbarrier_init();
     }
     Verdict verdict = enter(p.comm, s.comm);

@@ -21,7 +21,7 @@ DEVICE Verdict open_combine(const CommParams& c, CommShared& s, const CombineCom
             s.mine[kWordDtype] = d.dtype;
             s.mine[kWordRowBytes] = d.row_bytes;
             s.mine[kWordNumTopk] = d.num_topk;
-            s.mine[kWordWeights] = d.combined_weights != nullptr;
+            s.mine[kWordWeights] = d.has_weights;
             s.mine[kWordBirth] = ld_u32(d.birth);
             s.mine[kWordRowsOffset] = d.rows_offset;
             s.mine[kWordMetaOffset] = d.weights_offset;

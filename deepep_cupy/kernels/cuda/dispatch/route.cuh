@@ -242,7 +242,7 @@ DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCom
     mine[kWordRowBytes] = d.row_bytes;
     mine[kWordNumTopk] = d.num_topk;
     mine[kWordIndexBytes] = d.index_bytes;
-    mine[kWordWeights] = d.topk_weights != nullptr;
+    mine[kWordWeights] = d.has_weights;
     mine[kWordLayout] = d.layout;
     mine[kWordCapacity] = d.capacity;
     mine[kWordRowsOffset] = d.rows_offset;
@@ -331,7 +331,7 @@ DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const Dis
     i64 expert = -1;
     u32 weight = 0;
     if (chooses && d.index_bytes != 0) expert = read_expert(d, position);
-    if (chooses && d.topk_weights != nullptr) {
+    if (chooses && d.has_weights != 0u) {
         weight = read_local_u32(d.topk_weights + position);
     }
     for (u32 i = 0; i < kNumRanks; ++i) {
@@ -353,7 +353,7 @@ DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const Dis
             u32* indices = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordIndexOffset));
             st_u32(indices + entry, static_cast<u32>(local ? expert - first : -1));
         }
-        if (d.topk_weights != nullptr) {
+        if (d.has_weights != 0u) {
             u32* weights = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordWeightsOffset));
             st_u32(weights + entry, local || cached ? weight : 0u);
         }
@@ -370,7 +370,7 @@ DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 ro
     if (d.index_bytes != 0) {
         fill_bytes(own + d.index_offset * unit, entries * d.index_bytes, 0xff, share, shares);
     }
-    if (d.topk_weights != nullptr) {
+    if (d.has_weights != 0u) {
         fill_bytes(own + d.weights_offset * unit, entries * 4u, 0xff, share, shares);
     }
     if (d.layout == kLayoutCached) return;
