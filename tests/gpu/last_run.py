@@ -1,0 +1,107 @@
+"""``LAST_RUN.md``: what was last run on GPUs, and of which kernel text. Standard library only.
+
+``.ci/gpu`` writes it; ``tests/cpu/test_last_run.py`` compares the digest with the text there is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+PATH = Path(__file__).with_name("LAST_RUN.md")
+
+FILES = (
+    "deepep_cupy/kernels/cuda/**/*.cu",
+    "deepep_cupy/kernels/cuda/**/*.cuh",
+    "deepep_cupy/kernels/registry.py",
+    "deepep_cupy/plan/constants.py",
+    "deepep_cupy/plan/headers.py",
+    "deepep_cupy/plan/layout.py",
+    "ptx/*.ptx",
+)
+"""All that decides what the kernels are, as patterns below the root of the repository."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One command of a run.
+
+    Attributes:
+        part: Its part and name, ``"barrier"``.
+        ranks: How many.
+        gpus: ``"2"``, ``"2 MPS"``, ``"2 in turns"``.
+        seconds: It took.
+        result: ``"ok"``, ``"FAILED"``, ``"skipped"``.
+        figure: The worker's last line, or why not.
+        date: Of the run.
+        text: First digits of the kernel text's digest.
+    """
+
+    part: str
+    ranks: str
+    gpus: str
+    seconds: str
+    result: str
+    figure: str
+    date: str
+    text: str
+
+
+def digest(root: Path) -> str:
+    """SHA-256 of all kernel text below ``root``."""
+    whole = hashlib.sha256()
+    for path in sorted({path for pattern in FILES for path in root.glob(pattern)}):
+        whole.update(path.relative_to(root).as_posix().encode() + b"\0")
+        whole.update(path.read_bytes() + b"\0")
+    return whole.hexdigest()
+
+
+def short(whole: str) -> str:
+    """The digits that are shown."""
+    return whole[:16]
+
+
+def digest_in(page: str) -> str:
+    """The digest a page was written for; empty where it names none."""
+    found = re.search(r"kernel text: `([0-9a-f]{16})`", page)
+    return found[1] if found else ""
+
+
+def rows_in(page: str) -> list[Row]:
+    """The rows of a page's table."""
+    rows = []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        is_row = line.startswith("| ") and len(cells) == len(fields(Row))
+        if is_row and cells[0] not in ("part", "---"):
+            rows.append(Row(*cells))
+    return rows
+
+
+def merge(old: Iterable[Row], new: Sequence[Row], text: str) -> list[Row]:
+    """What a run found, and what earlier runs of the same text found of the parts it left out."""
+    done = {(row.part, row.ranks, row.gpus) for row in new}
+    kept = [row for row in old if row.text == text and (row.part, row.ranks, row.gpus) not in done]
+    return [*kept, *new]
+
+
+def page(machine: Iterable[tuple[str, str]], rows: Sequence[Row], text: str, date: str) -> str:
+    """The whole page."""
+    head = [
+        "# Last run of `.ci/gpu`",
+        "",
+        "Written by the script; do not edit. CI warns when the kernel text has changed since.",
+        "",
+        f"* date: {date}",
+        f"* kernel text: `{text}`",
+        *(f"* {name}: {value}" for name, value in machine),
+        "",
+    ]
+    table = [["part", "ranks", "GPUs", "seconds", "result", "figures", "date", "text"]]
+    table += [[cell.replace("|", "/") for cell in astuple(row)] for row in rows]
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    lines.insert(1, "| " + " | ".join(["---"] * len(table[0])) + " |")
+    return "\n".join([*head, *lines]) + "\n"
