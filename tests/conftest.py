@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from deepep_cupy.testing import ranks
+
 TESTS = Path(__file__).parent
 MUST_RUN = ("cpu", "mpi", "sim")
 """Folders of which at least one selected test must not be skipped."""
@@ -71,7 +73,7 @@ def pytest_runtest_setup(item):
     """Skip what this machine cannot run, and say what it lacks."""
     if item.get_closest_marker("mpi") and (reason := _no_mpi()):
         pytest.skip(reason)
-    if item.get_closest_marker("openmpi") and "Open MPI" not in _mpirun_version():
+    if item.get_closest_marker("openmpi") and not ranks.is_open_mpi():
         pytest.skip("needs Open MPI, and the mpirun of this environment is another")
     if item.get_closest_marker("sim") and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler: g++ is not on PATH")
@@ -92,24 +94,9 @@ def _no_mpi():
     """Return why no ranks can be started here, or an empty text."""
     if importlib.util.find_spec("mpi4py") is None:
         return "needs MPI: mpi4py is not installed (pip install -e '.[mpich]')"
-    if _mpirun() is None:
+    if ranks.mpirun() is None:
         return "needs MPI: no mpirun beside this Python or on PATH (pip install -e '.[mpich]')"
     return ""
-
-
-def _mpirun():
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.is_file() else shutil.which("mpirun")
-
-
-@functools.cache
-def _mpirun_version():
-    mpirun = _mpirun()
-    if mpirun is None:
-        return ""
-    return subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False
-    ).stdout
 
 
 _LIST_GPUS = """
