@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -274,6 +275,39 @@ def test_every_variable_is_explained_in_the_readme_and_read_in_env():
     }
     unknown = {name: path for name, path in used.items() if name not in read}
     assert not unknown, f"named, and not known to env.py: {unknown}"
+
+
+# -------------------------------------------------------------------------------- README and CI
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_begins_with_its_two_commands():
+    """``.ci/run`` takes them from there and runs them as they stand."""
+    shows, tests = readme_commands()[:2]
+    assert "examples/01_hello_roundtrip.py" in shows
+    assert "mpirun -n 4" in shows
+    for word in ("ruff check", "ruff format --check", "mypy", "-m pytest"):
+        assert word in tests, word
+
+
+def test_the_readme_names_extras_that_exist():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command in readme_commands():
+        for extras in re.findall(r"\.\[([\w,]+)\]", command):
+            assert set(extras.split(",")) <= set(known), command
+
+
+@pytest.mark.parametrize("script", ["run", "gpu"])
+def test_the_ci_scripts_are_bash(script):
+    path = ROOT / ".ci" / script
+    if not path.is_file():
+        pytest.skip(f".ci/{script} is not written yet")
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 # ---------------------------------------------------------------------------------- size and form
