@@ -37,18 +37,18 @@ def _list(args: argparse.Namespace) -> int:
     rows = []
     for module in list_modules():
         for entry in module.entries:
-            params = ", ".join(f"{param.type} {param.name}" for param in entry.params)
             rows.append(
                 (
                     module.name,
                     module.target,
                     module.ptx_version,
                     module.twin or "-",
-                    f"{entry.name}({params})",
+                    entry.name,
+                    len(entry.params),
                     module.doc,
                 )
             )
-    print(columns(("module", "target", "PTX", "twin", "entry", "what it does"), rows))
+    print(columns(("module", "target", "PTX", "twin", "entry", "params", "what it does"), rows))
     return 0
 
 
