@@ -414,6 +414,7 @@ def test_a_deadlock_says_where_everybody_waits():
         ("if (lane_index() < 4) warp_ballot(true);", "has exited while others of its warp wait"),
         ("if (lane_index() < 4) warp_ballot(true); else warp_barrier();", "different operations"),
         ("FIRST st_u64(x + 4096, 1);", "outside of region"),
+        ("FIRST *x = 1;", "without a wrapper"),
         ("FIRST st_u64(reinterpret_cast<u64*>(rows + 4), 1);", "misaligned"),
         ("FIRST st_u64(reinterpret_cast<u64*>(stage), 1);", "not an address of global memory"),
         ("FIRST { st_relaxed_sys_u64(f, 1); ld_relaxed_sys_u32(reinterpret_cast<u32*>(f)); }",

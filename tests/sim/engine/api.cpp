@@ -104,6 +104,7 @@ void sim_set_option(const char* name, double value) {
     if (n == "slots") m.options.slots = static_cast<u32>(value);
     if (n == "max_steps") m.options.max_steps = static_cast<u64>(value);
     if (n == "hang_after") m.options.hang_after = static_cast<u64>(value);
+    if (n == "strict_control") m.options.strict_control = value != 0;
     if (n == "stale_chance") p.stale_chance = value;
     if (n == "copy_chance") p.copy_chance = value;
 }
@@ -195,10 +196,12 @@ void sim_event(int kind, u64 step, u32 rank, u32 block, u64 amount, u32 region, 
 
 // Runs to the end; returns the number of faults.
 u32 sim_run() {
+    set_trap();
     try {
         run_machine();
-    } catch (int) {
+    } catch (int) {  // fatal() outside of a thread; the fault is recorded
     }
+    lift_trap();
     return static_cast<u32>(m.trace.faults.size());
 }
 

@@ -41,7 +41,7 @@ void shared_fault(const char* what, const Actor& a, const Mark& other) {
     const Record* others = m.trace.find(other.record);
     Fault fault{what, std::string(what) + "\n  this access     " +
                 (mine ? m.trace.tell(*mine) : "?") + "\n  earlier access  " +
-                (others ? m.trace.tell(*others) : "?"), {{static_cast<int>(a.rank), a.mark.op}}};
+                (others ? m.trace.tell(*others) : "?"), {{static_cast<int>(a.rank), a.mark.op}}, ""};
     if (m.trace.faults.size() < 40) m.trace.faults.push_back(fault);
 }
 
@@ -345,7 +345,7 @@ void check_copies_at_exit(Thread& t) {
     m.trace.faults.push_back({"unfinished copies",
         "rank " + std::to_string(t.rank) + " block " + std::to_string(t.block->index) + " thread " +
             std::to_string(t.index) + " exits before all of its bulk stores were waited for",
-        {{static_cast<int>(t.rank), t.block->launch->command->op}}});
+        {{static_cast<int>(t.rank), t.block->launch->command->op}}, ""});
 }
 
 }  // namespace sim

@@ -42,7 +42,8 @@ struct Mark {  // a past access, for the judgement of a later one
     u32 record = 0;
     u16 op = 0;
     u8 strength = kNoWrite;
-    bool engine = false;
+    bool engine = false;  // by a bulk copy
+    bool narrow = false;  // of less than a cell
 };
 
 struct Cell {  // of `granule` bytes
@@ -280,6 +281,7 @@ struct Options {
     u64 max_steps = 30000000;
     u64 hang_after = 1000000000; // virtual ns without progress
     int loads = -1;              // -1: from the seed
+    bool strict_control = true;  // races on control words count even in operations that fail
     u32 blocks_per_sm = 1;
     u32 max_blocks = 8;          // the largest grid of the run, for numbering threads
     u32 num_threads = 64;        // the largest block
@@ -346,10 +348,11 @@ Place translate(const void* p, u32 bytes, u32 rank, Where where);
 void read_bytes(const Actor& a, Place at, u32 bytes, u8* out);
 void write_bytes(const Actor& a, Place at, u32 bytes, const u8* data);
 void mark_range(Region& region, u64 offset, u64 bytes, Use use, u16 owner_op);
-void host_store(u32 rank, Region& region, u64 offset, u64 value);
+void host_store(u32 rank, Region& region, u64 offset, u32 value);
 Actor actor_of(Thread& t, u8 strength, u32 record);
 bool morally_strong(u32 rank_a, u8 strength_a, u32 rank_b, u8 strength_b);
-void race(const char* what, const Actor& a, const Mark& other, Place at, bool victim_is_other);
+using Victims = std::vector<std::pair<int, int>>;
+void race(const char* what, const Actor& a, const Mark& other, Place at, const Victims& victims);
 
 // ---- bulk.cpp ----
 void advance_copy(std::size_t index);
@@ -361,5 +364,7 @@ void run_machine();
 // ---- report.cpp ----
 [[noreturn]] void fatal(const std::string& message);
 void report_hang(const std::string& why);
+void set_trap();   // plain accesses to simulated addresses become faults of the run
+void lift_trap();
 
 }  // namespace sim

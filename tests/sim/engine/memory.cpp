@@ -21,6 +21,11 @@ bool strong_pair(const Actor& a, const Mark& other) {
     return morally_strong(a.rank, a.mark.strength, m.rank_of_dim[other.epoch.dim], other.strength);
 }
 
+Victims whose(const Mark& mark) {
+    return {{static_cast<int>(m.rank_of_dim[mark.epoch.dim]), mark.op}};
+}
+Victims whose(const Actor& a) { return {{static_cast<int>(a.rank), a.mark.op}}; }
+
 // Has the issuing thread put the earlier access before its copies (fence.proxy.async.global)?
 // For copies that write, the end of the kernel that made an ordinary access counts as well.
 bool proxy_ordered(const Actor& a, const Mark& other, bool writing) {
@@ -50,9 +55,9 @@ void note_read(const Actor& a, Place at, u64 index) {
 
 void check_earlier_read(const Actor& a, const Mark& read, Place at) {
     if (!a.knows(read)) {
-        if (!strong_pair(a, read)) race("overwritten while it may still be read", a, read, at, true);
+        if (!strong_pair(a, read)) race("overwritten while it may still be read", a, read, at, whose(read));
     } else if (!proxy_ordered(a, read, true)) {
-        race("no proxy fence between an ordinary read and a bulk copy's write", a, read, at, true);
+        race("no proxy fence between an ordinary read and a bulk copy's write", a, read, at, whose(read));
     }
 }
 
@@ -64,16 +69,26 @@ void check_use(const Actor& a, Place at, const Cell& cell, bool writing) {
     if (writing && cell.use == Use::output) {
         if (cell.owner_op != a.mark.op) {
             wrong = "write by an operation that does not own the bytes";
-        } else if (!cell.fresh && cell.write.op == a.mark.op) {
+        } else if (!cell.fresh && cell.write.op == a.mark.op &&
+                   !(cell.write.narrow && a.mark.narrow)) {
             wrong = "second write of the same operation to an output byte";
         }
     }
     if (!wrong) return;
     Fault fault{"ownership", std::string(wrong) + ": " +
                 m.trace.name_of(at.region->index, at.offset) + "\n" +
-                m.trace.history(at.region->index, at.offset, m.granule, 8), {}};
+                m.trace.history(at.region->index, at.offset, m.granule, 8), {}, wrong};
     fault.victims.push_back({at.region->owner, cell.owner_op});
-    if (cell.use == Use::dead) fault.victims.push_back({-1, 0});
+    if (cell.use == Use::dead) {
+        int owner = at.region->owner;
+        fault.victims = {{static_cast<int>(a.rank), a.mark.op}};
+        fault.victims.push_back({owner, owner < 0 ? 0 : m.ranks[static_cast<u32>(owner)].op});
+    }
+    for (Fault& known : m.trace.faults) {
+        if (known.place != wrong) continue;
+        known.victims.insert(known.victims.end(), fault.victims.begin(), fault.victims.end());
+        return;
+    }
     m.trace.faults.push_back(fault);
 }
 
@@ -121,26 +136,26 @@ Place translate(const void* p, u32 bytes, u32 rank, Where where) {
     return {m.regions[region].get(), offset};
 }
 
-void race(const char* what, const Actor& a, const Mark& other, Place at, bool victim_is_other) {
-    for (const Fault& fault : m.trace.faults) {  // one of a kind and pair of lines is enough
-        if (fault.kind != what) continue;
-        if (m.trace.faults.size() > 40) return;
-    }
-    Fault fault;
-    fault.kind = what;
-    fault.text = std::string(what) + ": " + m.trace.name_of(at.region->index, at.offset);
+void race(const char* what, const Actor& a, const Mark& other, Place at, const Victims& victims) {
     const Record* mine = m.trace.find(a.mark.record);
     const Record* others = m.trace.find(other.record);
+    Fault fault{what, "", victims, ""};
+    // The words ranks talk with must be free of races even where an operation fails.
+    bool is_control = at.region->cells[at.offset >> m.options.granule_shift].use == Use::control;
+    if (is_control && m.options.strict_control) fault.victims = {{-1, 0}};
+    for (const Record* record : {mine, others}) {
+        if (record) fault.place += std::string(record->where.file) + std::to_string(record->where.line);
+    }
+    for (Fault& known : m.trace.faults) {  // once for each pair of lines
+        if (known.kind != what || known.place != fault.place) continue;
+        known.victims.insert(known.victims.end(), victims.begin(), victims.end());
+        return;
+    }
+    fault.text = std::string(what) + ": " + m.trace.name_of(at.region->index, at.offset);
     fault.text += "\n  this access     " + (mine ? m.trace.tell(*mine) : std::string("(unknown)"));
     fault.text += "\n  earlier access  " + (others ? m.trace.tell(*others) : "(long ago)");
     fault.text += "\n  the bytes' last operations:\n" +
                   m.trace.history(at.region->index, at.offset, m.granule, 10);
-    u32 other_rank = m.rank_of_dim[other.epoch.dim];
-    if (victim_is_other) {
-        fault.victims.push_back({static_cast<int>(other_rank), other.op});
-    } else {
-        fault.victims.push_back({static_cast<int>(a.rank), a.mark.op});
-    }
     m.trace.faults.push_back(fault);
 }
 
@@ -156,11 +171,11 @@ void read_bytes(const Actor& a, Place at, u32 bytes, u8* out) {
                 "read of bytes that nobody has written: " +
                     m.trace.name_of(region.index, i << shift) + "\n" +
                     m.trace.history(region.index, i << shift, m.granule, 6),
-                {{static_cast<int>(a.rank), a.mark.op}}});
+                whose(a), ""});
             cell.fresh = false;
         }
         if (!a.knows(cell.write) && !strong_pair(a, cell.write)) {
-            race("read without being ordered after the write", a, cell.write, place_of(at, i), false);
+            race("read without being ordered after the write", a, cell.write, place_of(at, i), whose(a));
             if (m.random.chance(0.5)) {  // it may well see what was there before
                 u8 old[4];
                 std::memcpy(old, &cell.old_value, 4);
@@ -171,33 +186,38 @@ void read_bytes(const Actor& a, Place at, u32 bytes, u8* out) {
             }
         } else if (!proxy_ordered(a, cell.write, false)) {
             race("no proxy fence between a write and a bulk copy's read", a, cell.write,
-                 place_of(at, i), false);
+                 place_of(at, i), whose(a));
         }
         note_read(a, at, i);
     }
 }
 
-void write_bytes(const Actor& a, Place at, u32 bytes, const u8* data) {
+// Writes of less than a cell (the edges of a range): neighbours by other threads are no conflict.
+static Actor narrowed(const Actor& a, Place at, u32 bytes) {
+    Actor copy = a;
+    copy.mark.narrow = at.offset % m.granule != 0 || bytes % m.granule != 0;
+    return copy;
+}
+
+void write_bytes(const Actor& actor, Place at, u32 bytes, const u8* data) {
+    Actor a = narrowed(actor, at, bytes);
     Region& region = *at.region;
     u32 shift = m.options.granule_shift;
     u32 weak_words[8];
     u32 num_weak_words = 0;
-    if (at.offset % m.granule != 0 || bytes % m.granule != 0) {
-        fatal("a write of " + std::to_string(bytes) + " bytes needs granule_shift 0");
-    }
     for (u64 i = at.offset >> shift; i <= granules_end(at, bytes); ++i) {
         Cell& cell = region.cells[i];
         Place here = place_of(at, i);
         check_use(a, here, cell, true);
         if (!a.knows(cell.write)) {
-            if (!strong_pair(a, cell.write)) {
-                race("two writes without order", a, cell.write, here, false);
-                m.trace.faults.back().victims = {{region.owner, cell.write.op},
-                                                 {region.owner, a.mark.op}};
+            bool both_narrow = a.mark.narrow && cell.write.narrow;
+            if (!both_narrow && !strong_pair(a, cell.write)) {
+                race("two writes without order", a, cell.write, here,
+                     {{region.owner, cell.write.op}, {region.owner, a.mark.op}});
             }
         } else if (!proxy_ordered(a, cell.write, true)) {
             race("no proxy fence between a write and a bulk copy's write", a, cell.write, here,
-                 false);
+                 whose(a));
         }
         if (cell.read.epoch.clock != 0) check_earlier_read(a, cell.read, here);
         if (cell.more_reads) {

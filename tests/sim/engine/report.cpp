@@ -1,5 +1,7 @@
 // Words for people: what happened to an address, where everybody waits, why a run was stopped.
 #include <dlfcn.h>
+#include <signal.h>
+#include <ucontext.h>
 
 #include <cstdio>
 #include <map>
@@ -210,7 +212,7 @@ void fatal(const std::string& message) {
         text += "\n  rank " + std::to_string(t.rank) + " block " + std::to_string(t.block->index) +
                 " thread " + std::to_string(t.index) + " at " + line_of(t.where);
     }
-    m.trace.faults.push_back({"fatal", text, {{-1, 0}}});
+    m.trace.faults.push_back({"fatal", text, {{-1, 0}}, ""});
     m.over = true;
     if (m.current) {
         for (;;) m.current->fiber.suspend();
@@ -218,8 +220,59 @@ void fatal(const std::string& message) {
     throw 0;
 }
 
+// ---- kernel text that touches memory without a wrapper ----
+
+namespace {
+
+struct sigaction before_trap;
+void* trapped_address;
+void* trapped_at;
+
+void landing() {
+    Dl_info info{};
+    std::string at = "?";
+    if (dladdr(trapped_at, &info) && info.dli_fname) {
+        u64 offset = reinterpret_cast<u64>(trapped_at) - reinterpret_cast<u64>(info.dli_fbase);
+        at = std::string("<") + info.dli_fname + "+" + hex(offset) + ">";
+    }
+    fatal("an access without a wrapper to " + hex(reinterpret_cast<u64>(trapped_address)) + " at " + at);
+}
+
+void trap(int, siginfo_t* info, void* context) {
+    if (!m.current) {
+        sigaction(SIGSEGV, &before_trap, nullptr);
+        return;  // the engine's own mistake: let it crash
+    }
+    trapped_address = info->si_addr;
+#if defined(__x86_64__)
+    // Go on in landing(), on the fiber's own stack.
+    greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    trapped_at = reinterpret_cast<void*>(registers[REG_RIP]);
+    registers[REG_RSP] = ((registers[REG_RSP] - 1024) & ~15ll) - 8;
+    registers[REG_RIP] = reinterpret_cast<greg_t>(&landing);
+#else
+    (void)context;
+    sigaction(SIGSEGV, &before_trap, nullptr);
+#endif
+}
+
+}  // namespace
+
+void set_trap() {
+    static char stack[64 * 1024];
+    stack_t alternate{};
+    alternate.ss_sp = stack;
+    alternate.ss_size = sizeof stack;
+    sigaltstack(&alternate, nullptr);
+    struct sigaction action{};
+    action.sa_sigaction = trap;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, &before_trap);
+}
+void lift_trap() { sigaction(SIGSEGV, &before_trap, nullptr); }
+
 void report_hang(const std::string& why) {
-    m.trace.faults.push_back({"hang", why + "\n" + where_everybody_is(), {{-1, 0}}});
+    m.trace.faults.push_back({"hang", why + "\n" + where_everybody_is(), {{-1, 0}}, ""});
     m.over = true;
 }
 

@@ -203,7 +203,7 @@ void happen(Event& e) {
         make_restless(e.rank, static_cast<int>(e.block), 20000);
     }
     if (e.kind == Event::store) {
-        host_store(e.rank, *m.regions[e.region], e.offset, e.amount);
+        host_store(e.rank, *m.regions[e.region], e.offset, static_cast<u32>(e.amount));
         for (u32 r = 0; r < m.ranks.size(); ++r) make_restless(r, -1, 20000);
         return;
     }

@@ -42,6 +42,7 @@ struct Fault {
     std::string kind;
     std::string text;
     std::vector<std::pair<int, int>> victims;  // (rank, op); rank -1: always a failure
+    std::string place;                         // the lines of text it is about
 };
 
 class Trace {

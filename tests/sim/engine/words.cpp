@@ -144,7 +144,8 @@ u64 read_word(Thread& t, Word& word, Place at, Order order, Scope scope, Where w
     Actor a = actor_of(t, strength, record);
     u32 writer = m.rank_of_dim[write.mark.epoch.dim];
     if (!morally_strong(t.rank, strength, writer, write.mark.strength) && !a.knows(write.mark)) {
-        race("read without being ordered after the write", a, write.mark, at, false);
+        race("read without being ordered after the write", a, write.mark, at,
+             {{static_cast<int>(t.rank), a.mark.op}});
     }
     t.knowledge.raise_floor(word.id, chosen);
     u64 value = write.value;
@@ -332,12 +333,12 @@ void fence(Scope scope, Where where) {
                  scope, false});
 }
 
-void host_store(u32 rank, Region& region, u64 offset, u64 value) {
+void host_store(u32 rank, Region& region, u64 offset, u32 value) {
     Place at{&region, offset};
-    Word& word = make_word(at, 8);
+    Word& word = make_word(at, 4);
     Rank& r = m.ranks[rank];
     u32 record = m.trace.add({m.step, value, offset, {"host", 0}, 0, static_cast<u16>(region.index),
-                              8, 0xffff, 0, static_cast<u8>(rank), Did::host_store,
+                              4, 0xffff, 0, static_cast<u8>(rank), Did::host_store,
                               Order::relaxed, Scope::sys, false});
     Actor a;
     a.knowledge = &r.stream;
@@ -348,7 +349,7 @@ void host_store(u32 rank, Region& region, u64 offset, u64 value) {
     write.value = value;
     write.mark = a.mark;
     push_write(word, std::move(write));
-    write_bytes(a, at, 8, reinterpret_cast<u8*>(&value));
+    write_bytes(a, at, 4, reinterpret_cast<u8*>(&value));
 }
 
 }  // namespace sim

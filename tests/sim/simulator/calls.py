@@ -192,6 +192,7 @@ def _dispatch_on_rank(
         "birth_in": local(handle.birth[rank]) if handle is not None else 0,
         "num_tokens": tokens,
         "num_topk": topk,
+        "has_weights": int(weights is not None),
         "index_bytes": index_bytes,
         "num_experts": experts,
         "experts_per_rank": max(1, experts // ranks),
@@ -234,9 +235,9 @@ def _dispatch_on_rank(
     world.free_slot(rank, rows)
     world.free_slot(rank, meta)
     call.checks[rank] = lambda: _check_dispatch(world, call, rank, reads, routing, want)
-    call.poisoned[rank] = lambda: _check_poison(
-        reads, {"recv_x": 0, "recv_rows_per_rank": 0}, default=0xFF
-    )
+    filling = {"recv_x": 0, "recv_rows_per_rank": 0}
+    call.poisoned[rank] = lambda: _check_poison(reads, filling, None)
+    call.remains[rank] = lambda: _check_poison(reads, filling, want)
 
 
 def _check_dispatch(
@@ -340,6 +341,7 @@ def _combine_on_rank(
         "num_tokens": tokens,
         "num_rows": len(y),
         "num_topk": topk,
+        "has_weights": int(topk > 0),
         "row_bytes": row_bytes,
         "access_bytes": access,
         "dtype": dtype_code(y.dtype.name, y.itemsize),
@@ -367,11 +369,10 @@ def _combine_on_rank(
         for name, get in reads.items():
             _compare(f"combine {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
 
-    is_float = y.dtype.kind not in "iu"
+    filling = {"combined_x": 0 if y.dtype.kind in "iu" else 0xFF}
     call.checks[rank] = check
-    call.poisoned[rank] = lambda: _check_poison(
-        reads, {"combined_x": 0xFF if is_float else 0}, default=0xFF
-    )
+    call.poisoned[rank] = lambda: _check_poison(reads, filling, None)
+    call.remains[rank] = call.poisoned[rank]
 
 
 # ------------------------------------------------------------------------------- comparing
@@ -407,9 +408,14 @@ def _equal(what: str, got: Sequence[int], want: Sequence[int]) -> None:
         raise AssertionError(f"{what}: got {list(map(hex, got))}, wanted {list(map(hex, want))}")
 
 
-def _check_poison(reads: dict[str, Any], filling: dict[str, int], default: int) -> None:
+def _check_poison(reads: dict[str, Any], filling: dict[str, int], late: Any) -> None:
+    """All bytes are poison, or (``late``) what a late peer would have written there."""
     for name, get in reads.items():
-        value = filling.get(name, default)
-        data = get()
-        if data != bytes([value]) * len(data):
-            raise AssertionError(f"{name} of an operation that failed is not poisoned: {data[:64]!r}")
+        got = np.frombuffer(get(), np.uint8)
+        bad = got != filling.get(name, 0xFF)
+        if late is not None:
+            rows = np.ascontiguousarray(getattr(late, name)).view(np.uint8).reshape(-1)
+            bad[: len(rows)] &= got[: len(rows)] != rows[: len(got)]
+        if bad.any():
+            first = int(np.flatnonzero(bad)[0])
+            raise AssertionError(f"{name} is not poisoned: byte {first} of {len(got)}")

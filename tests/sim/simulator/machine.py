@@ -188,7 +188,7 @@ class Machine:
         self._do.sim_event(1, step, rank, block, nanoseconds, 0, 0)
 
     def host_store(self, rank: int, step: int, region: int, offset: int, value: int) -> None:
-        """Let a host thread store an 8-byte word at some step."""
+        """Let a host thread store a 4-byte word at some step."""
         self._do.sim_event(2, step, rank, 0, value, region, offset)
 
     def run(self) -> list[Fault]:
@@ -198,7 +198,7 @@ class Machine:
 
     def _fault(self, i: int) -> Fault:
         victims: list[tuple[int, int] | None] = []
-        for j in range(8):
+        for j in range(1000):
             code = self._do.sim_fault_victim(i, j)
             if code == -2:
                 break

@@ -23,6 +23,8 @@ SHAPES = (
     Shape(4, 32, "nc"),
 )
 EPOCHS = (1, 1, 2, 2**31 - 2, 2**31 - 1, 2**32 - 4, 2**32 - 3)
+FATAL = ("freeze", "skew", "abort", "absent")
+"""Troubles after which operations fail and the Buffer is poisoned."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Story:
             first_epoch=int(self.pick(focus.epochs)),
             byte_wise=any(size % 4 for size in self.sizes),
             edits=focus.edits,
+            quarantine=self.trouble in FATAL,
         )
         self.world = World(seed, setting)
         self.handles: list[Handle] = []
@@ -199,7 +202,7 @@ class Story:
         if self.world.setting.byte_wise and self.rng.random() < 0.5:
             width = max(1, width - 1)
         elif dtype.itemsize < 4 and not self.world.setting.byte_wise:
-            width += -width % (16 // dtype.itemsize)  # narrow accesses need tracking by bytes
+            width += -width % (16 // dtype.itemsize)  # narrow rows are tracked by bytes
         if differ:  # one rank calls something else
             odd = int(self.rng.integers(self.world.num_ranks))
             ways.refusals[odd] = Refusal(RefusalCode.NONE)
@@ -244,7 +247,7 @@ class Story:
                     verdicts[rank, call.serial] = STOPPED
 
     def _judge_calls(self, verdicts: dict[tuple[int, int], str], problems: list[str]) -> None:
-        quiet = self.trouble not in ("freeze", "skew", "abort", "absent")
+        quiet = self.trouble not in FATAL
         for call in self.world.calls:
             for rank in range(self.world.num_ranks):
                 verdict = verdicts[rank, call.serial]
@@ -253,6 +256,8 @@ class Story:
                     want = self.expected.get(call.serial, OK)
                     problems.append(f"{where} ended as {verdict}, wanted {want}")
                 check = call.checks if verdict == OK else call.poisoned
+                if verdict == FAILED:
+                    check = call.remains
                 if verdict != STOPPED and rank in check:
                     self._try(check[rank], f"{where} ({verdict})", problems)
 

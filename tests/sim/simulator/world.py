@@ -29,7 +29,7 @@ from simulator.machine import Fault, Machine, Use
 from simulator.shapes import Edit, Shape, library
 
 SLOT_BYTES = 16 * 1024
-NUM_SLOTS = 8
+NUM_SLOTS = 14
 LOCAL_BYTES = 96 * 1024
 OK, REFUSED, FAILED, POISONED, STOPPED = "ok", "refused", "failed", "poisoned", "stopped"
 
@@ -46,6 +46,7 @@ class Setting:
         timeout_ns: Virtual nanoseconds a wait may last.
         byte_wise: For row sizes that are no multiple of 4.
         edits: Kernel name -> planted fault.
+        quarantine: Give no block out twice: an operation will fail, and late peers may write.
     """
 
     shape: Shape
@@ -55,6 +56,7 @@ class Setting:
     timeout_ns: int = 2_000_000
     byte_wise: bool = False
     edits: Mapping[str, Edit] = field(default_factory=dict)
+    quarantine: bool = False
 
 
 class Space:
@@ -122,13 +124,15 @@ class Call:
         serial: Its number, the same on all ranks.
         name: For messages.
         checks: Per rank: compares what a later kernel read with what it had to be.
-        poisoned: Per rank: the same for an operation that did not end well.
+        poisoned: Per rank: the same for an operation that did not run.
+        remains: Per rank: the same for one that failed: late rows may have come over the poison.
     """
 
     serial: int
     name: str
     checks: dict[int, Callable[[], None]] = field(default_factory=dict)
     poisoned: dict[int, Callable[[], None]] = field(default_factory=dict)
+    remains: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 class World:
@@ -171,6 +175,8 @@ class World:
 
     def free_slot(self, rank: int, offset: int) -> None:
         """Give a block back, in stream order: later calls may get it."""
+        if self.setting.quarantine:
+            return
         self.machine.mark(rank, len(self.calls), self.memory[rank].device, offset, SLOT_BYTES,
                           Use.DEAD)  # fmt: skip
         self._free[rank].append(offset)
@@ -212,6 +218,7 @@ class World:
         layout = spec.layout(self._constants)
         values: dict[str, Any] = {f"comm.{name}": value for name, value in comm.items()}
         values |= {f"d.{name}": value for name, value in (operation or {}).items()}
+        values = {name: value for name, value in values.items() if name in layout.fields}
         params = Packed(layout, values, kernel).tobytes()
         path = library(self.setting.shape, kernel, self.setting.edits.get(kernel))
         threads = spec.num_threads(self._constants)

@@ -1,0 +1,306 @@
+"""Planted faults: small changes of kernel text, each with the story that must expose it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from simulator.scenario import SHAPES, Focus
+from simulator.shapes import Edit
+
+TWO_RANKS = (SHAPES[1],)
+LIMIT = 500
+"""Seeds within which a fault must be found."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault.
+
+    Attributes:
+        name: What was done to the text.
+        kernels: Whose text is changed.
+        edit: The change.
+        focus: The kind of story.
+        story: The story in a few words, for the table.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    edit: Edit
+    focus: Focus
+    story: str
+
+
+def change(*pairs: tuple[str, str]) -> Edit:
+    """Replace pieces of text; spaces in the old text stand for any white space, comments too."""
+
+    def edit(text: str) -> str:
+        text = re.sub(r"//[^\n]*", "", text)
+        for old, new in pairs:
+            pattern = r"\s+".join(re.escape(word) for word in old.split())
+            text, count = re.subn(pattern, lambda _: new, text)
+            if count == 0:
+                raise ValueError(f"the kernel text has changed: no {old!r} in it any more")
+        return text
+
+    return edit
+
+
+BOTH = ("dispatch", "combine")
+ROUND = ("dispatch", "combine", "dispatch", "combine")
+DISPATCH = ("dispatch", "dispatch", "dispatch")
+
+
+def _focus(calls: tuple[str, ...], bulk: bool = False, trouble: str = "", **more: object) -> Focus:
+    return Focus(shapes=TWO_RANKS, calls=calls, bulk=bulk, trouble=trouble, tokens=2, **more)  # type: ignore[arg-type]
+
+
+NEAR_WRAP = {"epochs": (2**32 - 4, 2**32 - 3, 2**32 - 2)}
+
+PLANTED: tuple[Planted, ...] = (
+    Planted(
+        "release weakened to relaxed (a block's last partial word)",
+        ("dispatch",),
+        change(("st_release_gpu_u64(mine", "st_relaxed_gpu_u64(mine")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "acq_rel weakened to relaxed (arrival counter of the blocks)",
+        ("dispatch",),
+        change(("kAcqRel, kGpu, true", "kRelaxed, kGpu, true")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "sys scope narrowed to gpu (fence before the arrivals)",
+        ("dispatch",),
+        change(("fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
+                "fence_acq_rel_gpu(); st_relaxed_sys_u64(arrived_slot")),
+        _focus(DISPATCH),
+        "dispatch",
+    ),
+    Planted(
+        "sys scope narrowed to gpu (header words)",
+        ("combine",),
+        change(("st_relaxed_sys_u64(slot + word", "st_relaxed_gpu_u64(slot + word")),
+        _focus(ROUND),
+        "dispatch and combine",
+    ),
+    Planted(
+        "fence removed (before the headers)",
+        ("combine",),
+        change(("fence_acq_rel_sys(); st_relaxed_sys_u64(slot + word",
+                "st_relaxed_sys_u64(slot + word")),
+        _focus(ROUND),
+        "combine of rows an earlier kernel wrote",
+    ),
+    Planted(
+        "fence moved to another thread (before the arrivals)",
+        ("dispatch",),
+        change(
+            ("fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
+             "st_relaxed_sys_u64(arrived_slot"),
+            ("for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer",
+             "if (thread_index() == kNumThreads - 1) fence_acq_rel_sys();\n"
+             "for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer"),
+        ),
+        _focus(DISPATCH),
+        "dispatch",
+    ),
+    Planted(
+        "acquire removed (headers)",
+        ("combine",),
+        change(("ld_acquire_sys_u64(slot)", "ld_relaxed_sys_u64(slot)")),
+        _focus(ROUND),
+        "dispatch and combine",
+    ),
+    Planted(
+        "acquire removed (headers), bulk loads",
+        ("combine_bulk",),
+        change(("ld_acquire_sys_u64(slot)", "ld_relaxed_sys_u64(slot)")),
+        _focus(ROUND, bulk=True, row_bytes=(48, 384)),
+        "dispatch and combine",
+    ),
+    Planted(
+        "acquire removed (the clerk's, of the blocks' partial words)",
+        ("dispatch",),
+        change(("if (is_clerk()) ld_acquire_gpu_u64(slot);", "")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "wait_group weakened to .read",
+        ("dispatch_bulk",),
+        change(("if (lane_index() == 0) bulk_wait<0>();",
+                "if (lane_index() == 0) bulk_wait_read<0>();")),
+        _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
+        "dispatch by bulk copies",
+    ),
+    Planted(
+        "one lane waits for the bulk stores of all",
+        ("dispatch_bulk",),
+        change(("if (lane_index() == 0) bulk_wait<0>();",
+                "if (thread_index() == 0) bulk_wait<0>();")),
+        _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
+        "dispatch by bulk copies, two warps",
+    ),
+    Planted(
+        "a stage reused before its bulk stores have read it",
+        ("dispatch_bulk",),
+        change(("bulk_wait_read<0>();", "")),
+        _focus(DISPATCH, bulk=True, row_bytes=(384,)),
+        "dispatch by bulk copies, rows in two pieces",
+    ),
+    Planted(
+        "value word accepted by >= instead of ==",
+        BOTH,
+        change(("static_cast<u32>(word >> 32) == epoch", "static_cast<u32>(word >> 32) >= epoch")),
+        _focus(ROUND, **NEAR_WRAP),
+        "epochs that wrap round 2^32",
+    ),
+    Planted(
+        "parity slots merged (headers)",
+        ("barrier",),
+        change(("((epoch & 1u) * kNumRanks + source) * kHeaderWords", "source * kHeaderWords")),
+        _focus(("barrier",) * 5),
+        "barriers: one rank an operation ahead",
+    ),
+    Planted(
+        "epoch not advanced",
+        ("dispatch",),
+        change(("next_epoch(s.epoch));", "s.epoch);")),
+        _focus(DISPATCH),
+        "dispatch, three times",
+    ),
+    Planted(
+        "wrap-around: epoch 0 used, which is 'never written'",
+        ("dispatch", "barrier"),
+        change(("epoch + 1u == 0u ? 2u : epoch + 1u", "epoch + 1u")),
+        _focus(("barrier", "barrier", "dispatch", "dispatch", "dispatch"), **NEAR_WRAP),
+        "epochs that wrap round 2^32",
+    ),
+    Planted(
+        "closing handshake skipped (dispatch)",
+        ("dispatch",),
+        change(("leave(c, comm, verdict, true)", "leave(c, comm, verdict, false)")),
+        _focus(DISPATCH),
+        "dispatch",
+    ),
+    Planted(
+        "opening handshake skipped: rows move before the headers are in",
+        ("combine",),
+        change(("if (!wait_stamped(c, s, slot, {kPhaseHeader, source, stamped(s.epoch, 0)}, seen))",
+                "seen = ld_relaxed_sys_u64(slot); if (false)")),
+        _focus(ROUND),
+        "dispatch and combine",
+    ),
+    Planted(
+        "slot off by one (prefix over the blocks)",
+        ("dispatch",),
+        change(("if (block < block_index()) shared_add", "if (block <= block_index()) shared_add")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "combine's closing handshake removed",
+        ("combine",),
+        change(("leave(c, s, verdict, true)", "leave(c, s, verdict, false)")),
+        _focus(ROUND),
+        "the caller rewrites x after combine",
+    ),
+    Planted(
+        "arrival sent before all blocks are done",
+        ("dispatch",),
+        change(("s.last = (before & 0xffffu) + 1u == num_blocks();",
+                "s.last = (before & 0xffffu) + 1u == (num_blocks() + 1u) / 2u;")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "block arrives before all its warps are done",
+        ("dispatch",),
+        change(("bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;",
+                "bool failed = s.failed != 0u || verdict == kFailed;")),
+        _focus(DISPATCH),
+        "dispatch, two warps",
+    ),
+    Planted(
+        "early return skips the arrival",
+        ("dispatch",),
+        change(("finish(p.comm, s.comm, p.d, verdict);",
+                "if (verdict == kFailed) return;\n finish(p.comm, s.comm, p.d, verdict);")),
+        _focus(DISPATCH, trouble="skew"),
+        "one block's wait expires",
+    ),
+    Planted(
+        "fail bit dropped from the arrival counter",
+        ("dispatch",),
+        change(("failed ? 0x10001u : 1u", "1u")),
+        _focus(DISPATCH, trouble="skew"),
+        "one block's wait expires",
+    ),
+    Planted(
+        "counter not reset",
+        ("dispatch",),
+        change(("if (s.last) st_relaxed_gpu_u32(arrivals, 0u);", "")),
+        _focus(DISPATCH),
+        "dispatch, three times",
+    ),
+    Planted(
+        "histogram not reset",
+        ("dispatch",),
+        change(("st_relaxed_gpu_u32(histogram + expert, 0u);", "")),
+        _focus(DISPATCH),
+        "dispatch, three times",
+    ),
+    Planted(
+        "header signature ignored",
+        ("dispatch",),
+        change(("disagree |= s.headers[source][word] != s.headers[0][word];", "")),
+        _focus(DISPATCH, trouble="differ"),
+        "rows of different sizes",
+    ),
+    Planted(
+        "refusal ignored",
+        ("dispatch",),
+        change(("disagree |= s.headers[source][kWordRefusal] != 0u;", "")),
+        _focus(DISPATCH, trouble="bad_expert"),
+        "an expert out of range",
+    ),
+    Planted(
+        "proxy fence removed (peers' rows before bulk loads)",
+        ("combine_bulk",),
+        change(("fence_proxy_async_global();", "")),
+        _focus(ROUND, bulk=True, row_bytes=(48, 384)),
+        "combine by bulk copies",
+    ),
+    Planted(
+        "proxy fence removed (lanes' reads before the next bulk load)",
+        ("combine_bulk",),
+        change(("fence_proxy_async_shared();", "")),
+        _focus(ROUND, bulk=True, row_bytes=(384,)),
+        "combine by bulk copies",
+    ),
+    Planted(
+        "warp barrier removed (lanes' reads before the next bulk load)",
+        ("combine_bulk",),
+        change(("warp_barrier();", "")),
+        _focus(ROUND, bulk=True, row_bytes=(384,)),
+        "combine by bulk copies",
+    ),
+)
+
+
+def focus_of(planted: Planted) -> Focus:
+    """The story's focus, with the fault in its kernels."""
+    edits: Mapping[str, Edit] = dict.fromkeys(planted.kernels, planted.edit)
+    return Focus(**{**vars(planted.focus), "edits": edits})
+
+
+def seeds_needed(planted: Planted, run: Callable[[int, Focus], bool], limit: int = LIMIT) -> int | None:
+    """The first seed (from 0) that finds the fault, or ``None``."""
+    focus = focus_of(planted)
+    return next((seed for seed in range(limit) if run(seed, focus)), None)
