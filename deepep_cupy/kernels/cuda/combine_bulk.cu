@@ -149,6 +149,7 @@ DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, con
         static_cast<u64>(unit.token) * d.row_bytes + unit.piece * kCombinePieceBytes;
     PieceSum<Number> sum;
     bool first = true;
+    NO_UNROLL
     for (int bias = 0; bias < 2; ++bias) {
         if (d.bias[bias] == nullptr) continue;
         add_term<Number>(sum, words, first, BiasSource{d.bias[bias] + offset});
@@ -158,6 +159,7 @@ DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, con
     if (ranks != 0u) {
         if (!wait_loaded(c, s.comm, &s.loaded[warp][set], phases >> set & 1u)) return false;
         phases ^= 1u << set;
+        NO_UNROLL
         for (; ranks != 0u; ranks &= ranks - 1u) {
             add_term<Number>(sum, words, first, SlotSource{s.slot[warp][set][lowest_bit(ranks)]});
             first = false;

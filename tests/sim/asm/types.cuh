@@ -23,6 +23,7 @@ struct alignas(16) Vec16 {
 #define KERNEL extern "C" void
 #define GRID_CONSTANT
 #define UNROLL
+#define NO_UNROLL
 
 template <class Shared>
 DEVICE Shared& shared_memory() {

@@ -26,6 +26,7 @@ struct alignas(16) Vec16 {
 #define KERNEL extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #define GRID_CONSTANT __grid_constant__
 #define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("unroll 1")
 
 // The block's shared memory, one struct a kernel; its size is a launch argument.
 template <class Shared>
