@@ -2,7 +2,7 @@
 
 Word w of token t of rank r is a hash of (r, t, w, salt), cut so that it is a normal number around
 1 for whoever reads it as bfloat16, float32 or float64. A receiver knows from the handle which
-rows it must have; and k equal rows add up to k times the row, exactly or rounded once.
+rows it must have, and what k equal rows add up to.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def wrong_rows(xp: Any, rows: Any, ranks: Any, tokens: Any, salt: int) -> int:
 
 
 def wrong_sums(xp: Any, sums: Any, rank: int, salt: int, copies: Any) -> int:
-    """How many rows are not ``copies[t]`` times the row of token t of ``rank``.
+    """How many rows are not the sum of ``copies[t]`` times the row of token t of ``rank``.
 
-    ``sums`` is of int32, float32 or bfloat16; copies 0 to 8.
+    ``sums`` is of int32, float32 or bfloat16; floats are added in float32 and rounded once.
     """
     words, wrong = as_words(sums), 0
+    most = int(copies.max()) if len(sums) else 0
     tokens = xp.arange(len(sums), dtype=np.uint32)
     ranks = xp.full(len(sums), rank, np.uint32)
     for part in _chunks(*words.shape):
@@ -80,8 +81,11 @@ def wrong_sums(xp: Any, sums: Any, rank: int, salt: int, copies: Any) -> int:
         if sums.dtype.kind == "i":
             want = (row * times.astype(np.uint32)).astype(np.uint32)
         else:
-            exact = row.view(sums.dtype).astype(np.float32) * times.astype(np.float32)
-            want = as_words(xp.ascontiguousarray((exact + np.float32(0)).astype(sums.dtype)))
+            term = row.view(sums.dtype).astype(np.float32)
+            total = xp.where(times > 0, term, np.float32(0))
+            for number in range(1, most):
+                total = xp.where(times > number, total + term, total)
+            want = as_words(xp.ascontiguousarray(total.astype(sums.dtype)))
         wrong += int((words[part] != want).any(axis=1).sum())
     return wrong
 
