@@ -18,6 +18,7 @@ __all__ = [
     "assert_cached",
     "cache_dir",
     "child_environment",
+    "launcher_local_rank",
     "launcher_rank",
     "launcher_size",
     "loads",
@@ -143,6 +144,7 @@ def _home() -> Path:
 
 
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -154,6 +156,12 @@ def launcher_size() -> int:
 def launcher_rank() -> int:
     """Rank that ``mpirun`` gave this process, 0 where there is no ``mpirun``; needs no MPI."""
     return max([0, *(_integer(name) for name in _RANK_VARIABLES)])
+
+
+def launcher_local_rank() -> int | None:
+    """Number that ``mpirun`` gave this process on its node, None where it does not say."""
+    found = max(_integer(name) for name in _LOCAL_RANK_VARIABLES)
+    return None if found < 0 else found
 
 
 def _integer(name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepep_cupy import env
 from deepep_cupy.engines.base import Engine
 from deepep_cupy.engines.host import HostEngine
 from deepep_cupy.errors import PlatformError
@@ -37,7 +38,7 @@ def make_engine(
     """
     if engine == "host":
         return HostEngine(group, board, spec)
-    topology = survey(group, device)
+    topology = survey(group, device, local_rank=env.launcher_local_rank())
     compilers = group.allgather(_why_no_compiler())
     against = topology.verdict() or "; ".join(
         f"rank {rank}: {reason}" for rank, reason in enumerate(compilers) if reason

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from deepep_cupy.errors import CompileError, PlatformError
 from deepep_cupy.kernels.build import Request, build_all, open_cache, shape_constants
 from deepep_cupy.kernels.compile import Loaded, compiler_archs, load, target_for
 from deepep_cupy.kernels.launch import Launch
@@ -93,16 +94,18 @@ class Kernels:
             group.allgather(None)
 
         requests = [Request(kernel, self.constants, target) for kernel in wanted]
-        built = build_all(
-            requests,
-            open_cache(),
-            compiles=group.rank == 0,
-            barrier=meet,
-        )
-        self._loaded: dict[str, tuple[KernelSpec, Loaded]] = {
-            kernel.name: (kernel, load(done.path, kernel.entry))
-            for kernel, done in zip(wanted, built, strict=True)
-        }
+        self._loaded: dict[str, tuple[KernelSpec, Loaded]] = {}
+        trouble = ""
+        try:
+            built = build_all(requests, open_cache(), compiles=group.rank == 0, barrier=meet)
+            for kernel, done in zip(wanted, built, strict=True):
+                self._loaded[kernel.name] = (kernel, load(done.path, kernel.entry))
+        except (CompileError, PlatformError) as error:
+            trouble = str(error)
+        # One rank alone may fail (another NVRTC, a full disk): all raise, so that nobody waits.
+        for rank, said in enumerate(group.allgather(trouble)):
+            if said:
+                raise CompileError(f"rank {rank}: {said}")
         self._ready: dict[tuple[str, int], ReadyLaunch] = {}
         self._comm: dict[str, Any] = {}
 

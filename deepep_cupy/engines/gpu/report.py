@@ -82,14 +82,15 @@ class Report:
 
     # ------------------------------------------------------------------------------- counts
 
-    def counts(self, serial: int, number: int) -> NDArray[np.uint64] | None:
+    def counts(self, serial: int, number: int) -> list[int] | None:
         """The first ``number`` counts of launch ``serial``, or None while some are missing."""
         if self._view[self._first_count] >> 32 != serial:
             return None
         words = self._counts[:number]
         if not ((words >> np.uint64(32)) == serial).all():
             return None
-        return words & np.uint64(0xFFFFFFFF)
+        counts: list[int] = (words & np.uint64(0xFFFFFFFF)).tolist()
+        return counts
 
     # ------------------------------------------------------------------------------ failures
 
