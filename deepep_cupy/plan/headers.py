@@ -8,16 +8,16 @@ whose arguments were refused sends its refusal in the header's place.
 word (32 bits)     meaning
 =================  =========================================================================
 ``kind``           ``Kind``: the operation
-``dtype``          ``dtype_code``: itemsize and kind of the rows, 0 for none
-``row_bytes``      bytes of one row
+``dtype``          ``dtype_code``: itemsize and kind of the rows, and of their scales; 0 for none
+``row_bytes``      bytes of one row as it travels, its scales included
 ``num_topk``       K of the call, 0 without top-k arrays
 ``index_bytes``    4 or 8, itemsize of ``topk_idx``; 0 for none
 ``weights``        1 when weights travel
-``layout``         ``Layout``: where the routing comes from
+``layout``         ``layout_word``: where the routing comes from, and ``LayoutFlag``s
 ``birth``          cached dispatch and combine: epoch of the dispatch that made the handle
 ``refusal``        ``RefusalCode``, 0 for none
 ``refusal_value``  the token, size or argument the refusal is about
-``capacity``       rows the sender's receive block holds
+``capacity``       tokens the sender can receive: R * M, or ``num_worst_tokens``
 ``rows_offset``    the sender's block of rows, in units of ``OFFSET_UNIT`` bytes
 ``meta_offset``    the sender's array of source indices (dispatch) or weights (combine)
 ``weights_offset`` dispatch: the sender's array for received weights, same unit
@@ -33,22 +33,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 __all__ = [
     "ARGUMENTS",
     "DTYPE_CODES",
     "OFFSET_UNIT",
+    "SCALE_CODES",
     "SIGNATURE",
     "WORDS",
     "Kind",
     "Layout",
+    "LayoutFlag",
     "Refusal",
     "RefusalCode",
     "describe_refusal",
     "difference",
     "dtype_code",
     "dtype_name",
+    "layout_word",
     "verdict",
 ]
 
@@ -72,6 +75,22 @@ class Layout(IntEnum):
     TOPK = 1
     MASK = 2
     CACHED = 3
+
+
+class LayoutFlag(IntFlag):
+    """What stands in the word ``layout`` beside the ``Layout``: all ranks must want the same."""
+
+    EXPANDED = 16
+    """Dispatch and combine of the expanded layout."""
+    PER_RANK = 32
+    """Combine of the expanded layout with ``reduce="per_rank"``."""
+    ROW_WEIGHTS = 64
+    """Combine of the expanded layout that multiplies rows with weights."""
+
+
+def layout_word(layout: int, flags: LayoutFlag | int = 0) -> int:
+    """The header word ``layout``."""
+    return int(layout) | int(flags)
 
 
 class RefusalCode(IntEnum):
@@ -105,7 +124,7 @@ _FIELD_NAMES = {
     "num_topk": "the number of choices per token (num_topk)",
     "index_bytes": "the bytes of an entry of topk_idx (0: none given)",
     "weights": "whether topk_weights are given",
-    "layout": "where the routing comes from",
+    "layout": "the routing and the layout",
     "birth": "the dispatch call that made the handle",
 }
 
@@ -122,6 +141,24 @@ ARGUMENTS = (
     "num_tokens_per_expert",
     "expert_alignment",
     "bias",
+    "scales",
+    "scales_layout",
+    "quantize",
+    "round_scale",
+    "use_ue8m0",
+    "num_worst_tokens",
+    "do_cpu_sync",
+    "do_expand",
+    "do_zero_padding",
+    "cumulative_local_expert_recv_stats",
+    "config",
+    "previous_event",
+    "async_finish",
+    "allocate_on_comm_stream",
+    "out",
+    "reduce",
+    "row_weights",
+    "dtype",
 )
 """``refusal_value`` of ``RefusalCode.ARGUMENT``: which argument, 0 where it is none alone."""
 
@@ -181,6 +218,7 @@ def verdict(
     *,
     num_max_tokens_per_rank: int,
     num_experts: int | None,
+    counts: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
     """What all ranks make of all headers: different calls first, then refusals, then the rest.
 
@@ -189,6 +227,7 @@ def verdict(
         headers: One mapping word → value a rank, in rank order.
         num_max_tokens_per_rank: M of the Buffer.
         num_experts: E of the Buffer.
+        counts: ``[source][destination]`` rows, to be compared with each rank's ``capacity``.
 
     Returns:
         The sentence of the ``ContractError`` to raise, or ``None`` where rows may move.
@@ -197,7 +236,7 @@ def verdict(
         return difference(operation, headers)
     refused = [rank for rank, header in enumerate(headers) if header["refusal"]]
     if not refused:
-        return difference(operation, headers)
+        return difference(operation, headers) or _overflow(operation, headers, counts or ())
     first = headers[refused[0]]
     code = first["refusal"]
     known = RefusalCode(code) if code in set(RefusalCode) else RefusalCode.ARGUMENT
@@ -206,6 +245,18 @@ def verdict(
     text = describe_refusal(operation, refused[0], Refusal(known, first["refusal_value"]), limit)
     also = ", ".join(str(rank) for rank in refused[1:])
     return f"{text[:-1]} (refused too on: {also})." if also else text
+
+
+def _overflow(
+    operation: str, headers: Sequence[Mapping[str, int]], counts: Sequence[Sequence[int]]
+) -> str | None:
+    for rank, (header, *column) in enumerate(zip(headers, *counts, strict=False)):
+        if sum(column) > header["capacity"]:
+            return (
+                f"{operation}(): rank {rank} would receive {sum(column)} tokens, more than its "
+                f"num_worst_tokens = {header['capacity']}; nothing was moved on any rank."
+            )
+    return None
 
 
 def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | None:
@@ -249,7 +300,18 @@ def _layout_name(value: int) -> str:
         Layout.MASK: "is_token_in_rank",
         Layout.CACHED: "handle",
     }
-    return names[Layout(value)] if value in set(Layout) else str(value)
+    source, flags = value & 15, LayoutFlag(value & ~15)
+    parts = [names[Layout(source)] if source in set(Layout) else str(value)]
+    parts += [
+        text
+        for flag, text in (
+            (LayoutFlag.EXPANDED, "expanded"),
+            (LayoutFlag.PER_RANK, "reduce='per_rank'"),
+            (LayoutFlag.ROW_WEIGHTS, "row_weights"),
+        )
+        if flag in flags
+    ]
+    return " + ".join(parts)
 
 
 # Row dtypes. The code is what the header carries and what combine's kernel switches on.
@@ -272,14 +334,30 @@ DTYPE_CODES = {
 """dtype name → code: dtypes combine can add (all but FP8), or dispatch knows by name."""
 
 
-def dtype_code(name: str, itemsize: int) -> int:
-    """Code of a dtype: from ``DTYPE_CODES``, else ``256 + itemsize`` for opaque rows."""
-    return DTYPE_CODES.get(name, 256 + itemsize)
+SCALE_CODES = {"float32": 1, "int32": 2, "uint32": 3}
+"""dtype name of the scales that travel with rows → code."""
+_SCALES_FACTOR = 16
+
+
+def dtype_code(name: str, itemsize: int, scales: str | None = None) -> int:
+    """Code of a dtype: from ``DTYPE_CODES``, else ``256 + itemsize`` for opaque rows.
+
+    Args:
+        name: Name of the row dtype.
+        itemsize: Its bytes.
+        scales: dtype name of the scales; only with one-byte rows of a known dtype.
+    """
+    code = DTYPE_CODES.get(name, 256 + itemsize)
+    return code if scales is None else code + _SCALES_FACTOR * SCALE_CODES[scales]
 
 
 def dtype_name(code: int) -> str:
     """Name of a dtype code, for messages."""
+    scales = {value: name for name, value in SCALE_CODES.items()}
+    rest = code % _SCALES_FACTOR
     for name, known in DTYPE_CODES.items():
         if known == code:
             return name
+        if known == rest and code // _SCALES_FACTOR in scales:
+            return f"{name} with {scales[code // _SCALES_FACTOR]} scales"
     return f"opaque {code - 256}-byte items" if code > 256 else f"dtype code {code}"

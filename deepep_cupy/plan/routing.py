@@ -14,9 +14,11 @@ __all__ = [
     "count_per_expert",
     "local_choices",
     "mask_of_choices",
+    "num_scales",
     "recv_offsets",
     "round_up",
     "send_rows",
+    "worst_expanded_rows",
 ]
 
 Ints = NDArray[np.integer]
@@ -85,3 +87,22 @@ def recv_offsets(rows_per_rank: Ints) -> list[int]:
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+def num_scales(hidden: int, *, packed: bool) -> int:
+    """S, scales of a row of ``hidden`` one-byte elements: one per 128 channels.
+
+    Args:
+        hidden: H; the last group may be shorter.
+        packed: Four one-byte exponents (UE8M0) to a scale word.
+    """
+    groups = -(-hidden // 128)
+    return -(-groups // 4) if packed else groups
+
+
+def worst_expanded_rows(
+    num_tokens: int, num_topk: int, num_local_experts: int, alignment: int
+) -> int:
+    """Rows that the expanded layout of so many received tokens can take at most."""
+    choices = num_tokens * min(num_topk, num_local_experts)
+    return choices + num_local_experts * (alignment - 1)
