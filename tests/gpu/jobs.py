@@ -208,13 +208,124 @@ def speed_shared(plan: Plan) -> list[Job]:
     ]  # fmt: skip
 
 
+def cases(plan: Plan) -> list[Job]:
+    """Inputs that broke others; large offsets; a Buffer nobody closes; compile caches."""
+    slow = ["--timeout", "100"] if plan.turns else []
+    ranks = min(2, plan.gpus) if plan.turns else 2
+    names = ("uneven_and_empty", "handles_in_reverse", "refusals") if plan.turns else ()
+    limit = 300
+    jobs = [Job("cases", each, worker("cases", *names, *slow), limit) for each in (1, 2, 4)]
+    tokens = ["--big", "65536"] if plan.quick else []
+    jobs.append(Job("cases big", ranks, worker("cases", "big", *tokens, *slow), limit))
+    jobs.append(Job("cases no_close", 2, worker("cases", "no_close", *slow), 90))
+    for name, folder in (("cold cache", "{new}"), ("no cache", "/dev/null/cache")):
+        environment = (("DEEPEP_CUPY_CACHE_DIR", folder),)
+        argv = worker("cases", "one_trip", *slow)
+        jobs.append(Job(f"cases {name}", 8, argv, limit, env=environment))
+    return jobs
+
+
+def soak(plan: Plan) -> list[Job]:
+    """Random calls."""
+    calls = 20 if plan.turns else 500 if plan.quick else 5000
+    slow = ["--timeout", "100"] if plan.turns else []
+    argv = worker("soak", "--seconds", 240, *slow)
+    jobs = [Job("soak", 2, (*argv, "--calls", str(calls)), 330)]
+    return [*jobs, Job("soak", 4, (*argv, "--calls", str(max(20, calls // 5))), 330)]
+
+
+def rawmodule(_: Plan) -> list[Job]:
+    """The kernels' public text and PTX in plain CuPy."""
+    return [Job("rawmodule", ranks, worker("rawmodule", "--timeout", 100), 300) for ranks in (1, 2)]
+
+
+def devices(plan: Plan) -> list[Job]:
+    """Who sees which GPU."""
+    modes = ("one", "all", "turned", "given") if plan.gpus > 1 else ("one",)
+    every = (2,) if plan.turns or plan.quick else (2, 4)
+    return [
+        Job(f"devices {mode}", ranks, worker("devices", mode, "--timeout", 60), 90)
+        for ranks in every
+        for mode in modes
+    ]
+
+
+def interop(_: Plan) -> list[Job]:
+    """Arrays of other libraries."""
+    return [Job("interop", 2, worker("interop", "--timeout", 60), 180)]
+
+
+def pool(plan: Plan) -> list[Job]:
+    """The symmetric pool under random programs."""
+    every = (1,) if plan.turns else (1, 2, 4)
+    steps = {1: 20_000 if plan.quick else 100_000, 2: 10_000, 4: 5000}
+    good = r"all parts passed"
+    return [Job("pool", n, worker("pool", "--steps", steps[n]), 280, ok=good) for n in every]
+
+
+def ptx_barrier(plan: Plan) -> list[Job]:
+    """The hand-written barrier beside the compiled one, word for word."""
+    every = (2,) if plan.turns or plan.quick else (1, 2, 3, 4, 8)
+    return [Job("ptx_barrier", ranks, worker("ptx_barrier"), 240) for ranks in every]
+
+
+def sanitizer(_: Plan) -> list[Job]:
+    """Each kernel under compute-sanitizer."""
+    jobs = []
+    for ranks in (1, 2):
+        for tool in ("memcheck", "synccheck", "racecheck"):
+            for path in ("bulk", "ldst"):
+                options = ["--error-exitcode", "86", "--report-api-errors", "no"]
+                options = options if tool == "memcheck" else options[:2]
+                jobs.append(
+                    Job(
+                        f"sanitizer {tool} {path}", ranks, worker("small", "--timeout", 250), 280,
+                        env=(("DEEPEP_CUPY_PATH", path),),
+                        also=(r"(ERROR|RACECHECK) SUMMARY: 0 ",),
+                        never=r"(ERROR|RACECHECK) SUMMARY: [1-9].*",
+                        skips=r"(Device not supported|LibraryNotLoaded|failed to initialize).*",
+                        wrap=("compute-sanitizer", "--tool", tool, *options),
+                    )
+                )  # fmt: skip
+    return jobs
+
+
+def examples(_: Plan) -> list[Job]:
+    """All examples, on GPUs; and the one that needs none."""
+    names = ("01_hello_roundtrip", "02_moe_layer", "03_train_digits", "04_particles")
+    engine, good = (r"engine: cuda",), r"\bOK: .*"
+    jobs = [
+        Job(f"examples {name}", 2, (f"examples/{name}.py",), 120, ok=good, also=engine)
+        for name in names
+    ]
+    path = ("examples/05_read_the_ptx.py",)
+    return [*jobs, Job("examples 05_read_the_ptx", 1, path, 120, ok=good, plain=True)]
+
+
+def check(plan: Plan) -> list[Job]:
+    """The command ``check``."""
+    argv = ("-m", "deepep_cupy", "check", "--engine", "cuda", "--size", "small")
+    every = (2,) if plan.turns else (1, 2)
+    return [Job("check", n, argv, 280, ok=r"\bOK: .*", also=(r"\bcuda\b",)) for n in every]
+
+
 PARTS: dict[str, Callable[[Plan], list[Job]]] = {
     "compile": compile_all,
     "barrier": barrier,
+    "ptx_barrier": ptx_barrier,
     "table": table,
+    "cases": cases,
     "failures": failures,
     "speed": speed,
     "speed_shared": speed_shared,
+    "soak": soak,
+    "pool": pool,
+    "rawmodule": rawmodule,
+    "devices": devices,
+    "interop": interop,
+    "examples": examples,
+    "check": check,
+    "sanitizer": sanitizer,
 }
 """Name → its jobs, in the order they run."""
 

@@ -9,7 +9,6 @@ step into the memory of all ranks; behind it, nobody may find an older number.
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from common import Worker
+
+from deepep_cupy.plan.headers import Kind
 
 MARKS = r"""
 extern "C" __global__ void mark(unsigned long long* step, const unsigned long long* slots_of,
@@ -80,7 +81,7 @@ def main() -> None:
     worker = Worker("BARRIER", __doc__, arguments)
     options = worker.options
     with worker.buffer() as buffer:
-        makes = all_makes(buffer)
+        makes = all_makes(worker, buffer)
         worker.say("makes:", ", ".join(makes))
         figures = [eager(worker, buffer, list(makes.values()), options.eager)]
         if worker.gpu:
@@ -90,12 +91,23 @@ def main() -> None:
     worker.done(*figures)
 
 
-def all_makes(buffer: Any) -> dict[str, Callable[[], None]]:
+def all_makes(worker: Worker, buffer: Any) -> dict[str, Callable[[], None]]:
     """The barriers there are, by name."""
-    makes: dict[str, Callable[[], None]] = {"cuda": buffer.barrier}
-    if "ptx" in inspect.signature(buffer._engine.barrier).parameters:
-        makes["ptx"] = lambda: buffer._engine.barrier(ptx=True)
-    return makes
+    if not worker.gpu:
+        return {"host": buffer.barrier}
+    from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier
+
+    engine = buffer._engine
+    twin = PtxBarrier(engine._kernels.constants, engine._kernels._comm)
+    twin.refusal(Kind.BARRIER, 0, 0)
+
+    def by_hand() -> None:
+        """As the engine launches its own."""
+        engine._news.raise_any()
+        stream = engine._begin()
+        twin(engine._serial, stream.ptr)
+
+    return {"cuda": buffer.barrier, "ptx": by_hand}
 
 
 def eager(worker: Worker, buffer: Any, makes: list[Callable[[], None]], count: int) -> str:
