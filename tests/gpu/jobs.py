@@ -217,7 +217,7 @@ def cases(plan: Plan) -> list[Job]:
     jobs = [Job("cases", each, worker("cases", *names, *slow), limit) for each in (1, 2, 4)]
     tokens = ["--big", "65536"] if plan.quick else []
     jobs.append(Job("cases big", ranks, worker("cases", "big", *tokens, *slow), limit))
-    jobs.append(Job("cases no_close", 2, worker("cases", "no_close", *slow), 90))
+    jobs.append(Job("cases no_close", 2, worker("cases", "no_close", *slow), 150))
     for name, folder in (("cold cache", "{new}"), ("no cache", "/dev/null/cache")):
         environment = (("DEEPEP_CUPY_CACHE_DIR", folder),)
         argv = worker("cases", "one_trip", *slow)
