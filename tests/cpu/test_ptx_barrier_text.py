@@ -158,7 +158,7 @@ def test_every_strong_instruction_is_where_the_argument_has_it():
         "HEADER_CAME": ["ld.acquire.sys"],
         "RECEIVED": ["bar.warp.sync", "bar.red.or.pred"],
         "JUDGED": ["bar.warp.sync", "bar.red.or.pred"],
-        "TELL_PEERS": [relaxed_sys, "st.relaxed.sys"],
+        "TELL_PEERS": [relaxed_sys, "red.relaxed.sys"],
         "RECORD": [relaxed_gpu, "st.relaxed.sys"],
         "RECORD_HEAD": [
             *["st.relaxed.sys"] * 4,

@@ -43,6 +43,7 @@ class Travelling:
     nbytes: int
     value: int
     due: float
+    adds_bits: bool
 
 
 class World:
@@ -152,8 +153,12 @@ class World:
             self._send(thread, address, nbytes, value)
 
     def atomic(self, thread, address, order, scope, nbytes, how, value, desired=0):
-        if address // REGION != thread.block.rank + 1:
-            raise PtxError(f"rank {thread.block.rank} has an atomic on {address:#x}")
+        rank = thread.block.rank
+        if address // REGION != rank + 1:
+            if (scope, how) != ("sys", "or") or address >= REPORTS:
+                raise PtxError(f"rank {rank} has an atomic {how} (scope {scope}) on {address:#x}")
+            self._send(thread, address, nbytes, value, adds_bits=True)
+            return None
         before = load_bytes(self.memory, address, nbytes)
         after = {"add": before + value, "or": before | value, "cas": desired}[how]
         if how != "cas" or before == value:
@@ -171,15 +176,16 @@ class World:
         """A store by a kernel that has ended on ``rank``, still on its way, and in no hurry."""
         self._send(rank, address, nbytes, value, latest=10_000)
 
-    def _send(self, owner, address, nbytes, value, latest=1000):
+    def _send(self, owner, address, nbytes, value, latest=1000, adds_bits=False):
         due = self.step + self.random.expovariate(1) * self.random.choice((1, 100, latest))
-        self.travelling.append(Travelling(owner, address, nbytes, value, due))
+        self.travelling.append(Travelling(owner, address, nbytes, value, due, adds_bits))
 
     def _deliver(self, number):
         address = self.travelling[number].address
         first = next(i for i, item in enumerate(self.travelling) if item.address == address)
         item = self.travelling.pop(first)
-        store_bytes(self.memory, address, item.nbytes, item.value)
+        before = load_bytes(self.memory, address, item.nbytes) if item.adds_bits else 0
+        store_bytes(self.memory, address, item.nbytes, before | item.value)
         self.on_arrival(address)
 
     def _pass_on(self, block):
