@@ -74,6 +74,7 @@ DEVICE void start_load(const DispatchCommon& d, const Pieces& pieces, const Curs
 DEVICE void start_stores(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                          const Pieces& pieces, const Cursor& at, u32 row, const u8* stage) {
     u32 bytes = piece_length(d, pieces, at.piece);
+    NO_UNROLL  // unrolled, it crashes the ptxas of CUDA 12.8 and 12.9 for sm_100 and sm_120
     for (u32 i = 0; i < kNumRanks; ++i) {
         u32 rank = (c.rank + 1u + i) % kNumRanks;
         u32 there = warp_shuffle(row, rank);

@@ -67,8 +67,8 @@ DEVICE u32 atom_cas_relaxed_gpu_u32(u32* p, u32 expected, u32 desired,
 DEVICE void red_add_relaxed_gpu_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
     sim::read_modify_write(p, 4, sim::Rmw::add, v, 0, kRelaxed, kGpu, false, where);
 }
-DEVICE void red_or_relaxed_gpu_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
-    sim::read_modify_write(p, 4, sim::Rmw::bit_or, v, 0, kRelaxed, kGpu, false, where);
+DEVICE void red_or_relaxed_sys_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
+    sim::read_modify_write(p, 4, sim::Rmw::bit_or, v, 0, kRelaxed, kSys, false, where);
 }
 
 // ---- fences: for the calling thread ----

@@ -80,8 +80,8 @@ DEVICE u32 atom_cas_relaxed_gpu_u32(u32* p, u32 expected, u32 desired) {
 DEVICE void red_add_relaxed_gpu_u32(u32* p, u32 v) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-DEVICE void red_or_relaxed_gpu_u32(u32* p, u32 v) {
-    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+DEVICE void red_or_relaxed_sys_u32(u32* p, u32 v) {
+    asm volatile("red.relaxed.sys.global.or.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // ---- fences: for the calling thread ----

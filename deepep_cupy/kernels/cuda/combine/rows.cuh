@@ -108,8 +108,7 @@ DEVICE void poison_combined(const CombineCommon& d, u32 share, u32 shares) {
 // Ends a combine, whatever happened. Each block's reads of the peers' rows are complete here:
 // their values have been used. The arrivals in leave() tell the peers.
 DEVICE void finish(const CommParams& c, CommShared& s, const CombineCommon& d, Verdict verdict) {
-    if (verdict == kRefused || verdict == kPoisoned) {
-        poison_combined(d, block_index(), num_blocks());
-    }
+    // After an earlier failure no block has touched anything: all of them share the work.
+    if (verdict == kPoisoned) poison_combined(d, block_index(), num_blocks());
     if (leave(c, s, verdict, true)) poison_combined(d, 0, 1);
 }

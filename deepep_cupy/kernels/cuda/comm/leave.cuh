@@ -67,7 +67,7 @@ DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
         // Acquire: the peer's rows are here for all later kernels of this stream.
         u32 status = static_cast<u32>(ld_acquire_sys_u64(slot));
         if (status != 0u) {
-            red_or_relaxed_gpu_u32(control_u32(own_region(c), kControlAbort), status);
+            red_or_relaxed_sys_u32(control_u32(own_region(c), kControlAbort), status);
             ok = false;
         }
     }
@@ -78,14 +78,15 @@ DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
 DEVICE void send_aborts(const CommParams& c) {
     u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {
-        if (i != c.rank) st_relaxed_sys_u32(control_u32(c.peer[i], kControlAbort), abort);
+        if (i != c.rank) red_or_relaxed_sys_u32(control_u32(c.peer[i], kControlAbort), abort);
     }
 }
 
 // ---- leaving ----
 
 // Ends the operation for this block. Returns true in the rank's last block when the operation
-// failed: some blocks may have worked as if all were well, so that block poisons all outputs.
+// failed or was refused: all other blocks have left, so that block alone poisons the outputs,
+// whatever some of them may have written or be reading before.
 //
 //   verdict    what this block knows; kFailed when any of its threads gave up
 //   handshake  whether ranks wait for each other's arrivals (where headers alone are the whole
@@ -130,5 +131,5 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
         }
         st_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u);
     }
-    return failed;
+    return failed || verdict == kRefused;
 }

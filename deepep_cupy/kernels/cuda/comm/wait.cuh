@@ -23,7 +23,8 @@ DEVICE void give_up(const CommParams& c, const Wait& wait, u64 seen) {
         st_relaxed_gpu_u64(details + 3, seen);
         st_relaxed_gpu_u64(details + 4, block_index());
     }
-    red_or_relaxed_gpu_u32(control_u32(own, kControlAbort),
+    // Sys scope: peers or their reasons into the same word.
+    red_or_relaxed_sys_u32(control_u32(own, kControlAbort),
                            abort_word(kAbortTimeout, 1u << wait.peer, c.rank));
 }
 
@@ -35,7 +36,7 @@ DEVICE bool told_to_stop(const CommParams& c, bool look_at_board) {
     if (!look_at_board || c.board == nullptr) return false;
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
         if (ld_relaxed_sys_u32(c.board + rank * c.board_stride) != 0u) {
-            red_or_relaxed_gpu_u32(abort, abort_word(kAbortRaised, 0u, rank));
+            red_or_relaxed_sys_u32(abort, abort_word(kAbortRaised, 0u, rank));
             return true;
         }
     }

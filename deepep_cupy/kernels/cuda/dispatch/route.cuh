@@ -384,11 +384,10 @@ DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 ro
 // Ends a dispatch, whatever happened.
 DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                    Verdict verdict) {
-    if (verdict == kRefused || verdict == kPoisoned) {
-        poison_received(c, d, d.capacity, block_index(), num_blocks());
-    }
+    // After an earlier failure no block has touched anything: all of them share the work.
+    if (verdict == kPoisoned) poison_received(c, d, d.capacity, block_index(), num_blocks());
     if (!leave(c, comm, verdict, true)) return;
-    // Failed. Once the headers agreed the host may know the real size and have given back the rest.
+    // Once the headers agreed the host may know the real size and have given back the rest.
     u64 rows = d.capacity;
     if (verdict == kGo && d.layout != kLayoutCached) {
         rows = 0;
