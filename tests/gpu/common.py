@@ -179,6 +179,12 @@ class Graph:
         return 1e3 * elapsed_ms / (times * self.calls)
 
 
+def core(buffer: Buffer) -> Any:
+    """The inside of a cuda engine: memory, pool, kernels, news. All that workers know of it."""
+    engine: Any = buffer._engine
+    return engine._core
+
+
 # --------------------------------------------------------------------------------------- errors
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Worker
+from common import Worker, core
 
 from deepep_cupy.plan.headers import Kind
 
@@ -44,7 +44,7 @@ class Marks:
     """Marks in the symmetric memory of all ranks. The constructor is collective."""
 
     def __init__(self, worker: Worker, buffer: Any) -> None:
-        cupy, region = worker.xp, buffer._engine._memory.region
+        cupy, region = worker.xp, core(buffer).memory.region
         module = cupy.RawModule(code=MARKS)
         self._mark, self._look = module.get_function("mark"), module.get_function("look")
         self._slots = buffer.empty((worker.size,), np.uint64)
@@ -97,15 +97,15 @@ def all_makes(worker: Worker, buffer: Any) -> dict[str, Callable[[], None]]:
         return {"host": buffer.barrier}
     from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier
 
-    engine = buffer._engine
-    twin = PtxBarrier(engine._kernels.constants, engine._kernels._comm)
+    inside = core(buffer)
+    twin = PtxBarrier(inside.kernels.constants, inside.kernels._comm)
     twin.refusal(Kind.BARRIER, 0, 0)
 
     def by_hand() -> None:
         """As the engine launches its own."""
-        engine._news.raise_any()
-        stream = engine._begin()
-        twin(engine._serial, stream.ptr)
+        inside.news.raise_any()
+        stream, _ = inside.begin()
+        twin(inside.serial, stream.ptr)
 
     return {"cuda": buffer.barrier, "ptx": by_hand}
 
@@ -127,7 +127,7 @@ def eager(worker: Worker, buffer: Any, makes: list[Callable[[], None]], count: i
 
 def epoch(buffer: Any) -> int:
     """Operations this Buffer has seen, give or take a constant."""
-    number: int = buffer._engine._memory.epoch()
+    number: int = core(buffer).memory.epoch()
     return number
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Seen, Trip, Worker, settle, small_case
+from common import Seen, Trip, Worker, core, settle, small_case
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 from refusals import refuse_all
 
@@ -197,7 +197,7 @@ def poisoned_on_another_stream(worker: Worker) -> str:
                     for array in arrays:
                         array.view(np.uint8).fill(255)
             for array in arrays:
-                assert buffer._engine._arrays.record_stream(array, side)
+                assert core(buffer).arrays.record_stream(array, side)
 
         for _ in range(20):
             spoil(buffer.empty((40 << 20,), np.uint8))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Seen, Trip, Worker, settle, small_case
+from common import Seen, Trip, Worker, core, settle, small_case
 from refusals import refuse_all
 
 from deepep_cupy.errors import DeepEPCupyError
@@ -213,21 +213,22 @@ def raises_inside(scene: Scene) -> None:
     """Rank 1 fails in the call before it launches: the others hear of it at once."""
     worker, buffer = scene.worker, scene.buffer
     handle = scene.trip.round(buffer)
-    name = "_begin" if worker.gpu else "_move"
+    inside: Any = core(buffer) if worker.gpu else buffer._engine
+    name = "begin" if worker.gpu else "_move"
     worker.meet()
 
     def fail(*_: object) -> None:
         raise MemoryError("no room for recv_x")
 
-    real = getattr(buffer._engine, name)
+    real = getattr(inside, name)
     if scene.bad:
-        setattr(buffer._engine, name, fail)
+        setattr(inside, name, fail)
     start = time.monotonic()
     try:
         seen = scene.settle(lambda: scene.trip.dispatch(buffer))
     except MemoryError as error:
         seen = Seen("MemoryError", time.monotonic() - start, str(error))
-    setattr(buffer._engine, name, real)
+    setattr(inside, name, real)
     text = rf"rank {BAD} aborted \(MemoryError in dispatch\(\): no room for recv_x\)"
     scene.judge(
         "raises inside",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Worker
+from common import Worker, core
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
 from deepep_cupy.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
@@ -66,7 +66,7 @@ def trips(worker: Worker, modules: dict[str, Any], what: str) -> None:
         kernel = module.get_function(name)
         functions[name] = Loaded(name, int(kernel.kernel.ptr), (module, kernel))
     with worker.buffer(hidden=ROW_BYTES) as buffer:
-        kernels: Any = buffer._engine._kernels
+        kernels = core(buffer).kernels
         for name, function in functions.items():
             if kernels.has(name):
                 kernels._loaded[name] = (kernels._loaded[name][0], function)

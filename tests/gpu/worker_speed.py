@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Worker
+from common import Worker, core
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
 from deepep_cupy.testing.timing import CudaTimer, HostTimer, Timer, slowest
@@ -119,7 +119,7 @@ class Ceiling:
         shape = (peers, self.rows, self._row_bytes)
         self._outbox = bench.buffer.empty(shape, np.uint8)
         self._inbox = bench.buffer.empty(shape, np.uint8)
-        region = bench.buffer._engine._memory.region
+        region = core(bench.buffer).memory.region
         offsets = worker.comm.allgather(
             (self._outbox.data.ptr - region.base, self._inbox.data.ptr - region.base)
         )
