@@ -280,10 +280,11 @@ def raises(scene: Scene) -> None:
 
 def dead_context(scene: Scene) -> None:
     """A kernel of rank 1 writes to nowhere, which ends its CUDA context."""
+    cupy = scene.worker.xp
+    kernel = cupy.RawKernel(FAULT, "fault")
+    kernel((1,), (1,), (cupy.zeros(1, cupy.int32),))  # compiled and loaded: no delay later
 
     def last_words() -> None:
-        cupy = scene.worker.xp
-        kernel = cupy.RawKernel(FAULT, "fault")
         kernel((1,), (1,), (cupy.uint64(0x10),))
         scene.worker.synchronize()
         raise AssertionError("the kernel did not fault")
