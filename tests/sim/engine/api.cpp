@@ -102,6 +102,7 @@ void sim_set_option(const char* name, double value) {
     if (n == "loads") p.loads = static_cast<Loads>(static_cast<int>(value));
     if (n == "blocks_per_sm") p.blocks_per_sm = static_cast<u32>(value);
     if (n == "slots") m.options.slots = static_cast<u32>(value);
+    if (n == "stop_at") m.options.stop_at = static_cast<u64>(value);
     if (n == "max_steps") m.options.max_steps = static_cast<u64>(value);
     if (n == "hang_after") m.options.hang_after = static_cast<u64>(value);
     if (n == "strict_control") m.options.strict_control = value != 0;
@@ -228,6 +229,10 @@ u64 sim_read_result(u32 rank, u32 command, void* data) {
 
 const char* sim_history(u32 region, u64 offset, u64 bytes, u32 most) {
     text_buffer = m.trace.history(region, offset, bytes, most);
+    return text_buffer.c_str();
+}
+const char* sim_last_of(u32 rank, u32 most) {
+    text_buffer = m.trace.last_of(rank, most);
     return text_buffer.c_str();
 }
 const char* sim_profile() {

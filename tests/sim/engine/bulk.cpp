@@ -39,10 +39,11 @@ u64 shared_offset(Block& block, const void* p, u32 bytes, Where where) {
 void shared_fault(const char* what, const Actor& a, const Mark& other) {
     const Record* mine = m.trace.find(a.mark.record);
     const Record* others = m.trace.find(other.record);
+    std::string place = mine ? std::string(mine->where.file) + std::to_string(mine->where.line) : "";
     Fault fault{what, std::string(what) + "\n  this access     " +
                 (mine ? m.trace.tell(*mine) : "?") + "\n  earlier access  " +
-                (others ? m.trace.tell(*others) : "?"), {{static_cast<int>(a.rank), a.mark.op}}, ""};
-    if (m.trace.faults.size() < 40) m.trace.faults.push_back(fault);
+                (others ? m.trace.tell(*others) : "?"), {{static_cast<int>(a.rank), a.mark.op}}, place};
+    add_fault(fault);
 }
 
 // Has the thread of an ordinary access to shared memory put it before later copies, with a
@@ -342,7 +343,7 @@ void check_copies_at_exit(Thread& t) {
     Mark last;
     last.epoch = {t.store_writes, t.committed};
     if (t.knowledge.knows(last.epoch)) return;
-    m.trace.faults.push_back({"unfinished copies",
+    add_fault({"unfinished copies",
         "rank " + std::to_string(t.rank) + " block " + std::to_string(t.block->index) + " thread " +
             std::to_string(t.index) + " exits before all of its bulk stores were waited for",
         {{static_cast<int>(t.rank), t.block->launch->command->op}}, ""});

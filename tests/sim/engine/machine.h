@@ -279,6 +279,7 @@ struct Options {
     u32 granule_shift = 2;
     u32 slots = 64;              // blocks a rank can have resident
     u64 max_steps = 30000000;
+    u64 stop_at = ~0ull;         // end the run here, to look at it
     u64 hang_after = 1000000000; // virtual ns without progress
     int loads = -1;              // -1: from the seed
     bool strict_control = true;  // races on control words count even in operations that fail
@@ -351,6 +352,7 @@ void mark_range(Region& region, u64 offset, u64 bytes, Use use, u16 owner_op);
 void host_store(u32 rank, Region& region, u64 offset, u32 value);
 Actor actor_of(Thread& t, u8 strength, u32 record);
 bool morally_strong(u32 rank_a, u8 strength_a, u32 rank_b, u8 strength_b);
+void add_fault(const Fault& fault);
 using Victims = std::vector<std::pair<int, int>>;
 void race(const char* what, const Actor& a, const Mark& other, Place at, const Victims& victims);
 

@@ -84,15 +84,20 @@ void check_use(const Actor& a, Place at, const Cell& cell, bool writing) {
         fault.victims = {{static_cast<int>(a.rank), a.mark.op}};
         fault.victims.push_back({owner, owner < 0 ? 0 : m.ranks[static_cast<u32>(owner)].op});
     }
+    add_fault(fault);
+}
+
+}  // namespace
+
+// Each kind of fault is told once for each place in the text; its victims add up.
+void add_fault(const Fault& fault) {
     for (Fault& known : m.trace.faults) {
-        if (known.place != wrong) continue;
+        if (known.kind != fault.kind || known.place != fault.place) continue;
         known.victims.insert(known.victims.end(), fault.victims.begin(), fault.victims.end());
         return;
     }
     m.trace.faults.push_back(fault);
 }
-
-}  // namespace
 
 u32 Machine::new_dim(u32 rank) {
     if (view_pool.num_dims >= kMaxDims) fatal("the simulator has no dimensions left (kMaxDims)");
@@ -146,17 +151,12 @@ void race(const char* what, const Actor& a, const Mark& other, Place at, const V
     for (const Record* record : {mine, others}) {
         if (record) fault.place += std::string(record->where.file) + std::to_string(record->where.line);
     }
-    for (Fault& known : m.trace.faults) {  // once for each pair of lines
-        if (known.kind != what || known.place != fault.place) continue;
-        known.victims.insert(known.victims.end(), victims.begin(), victims.end());
-        return;
-    }
     fault.text = std::string(what) + ": " + m.trace.name_of(at.region->index, at.offset);
     fault.text += "\n  this access     " + (mine ? m.trace.tell(*mine) : std::string("(unknown)"));
     fault.text += "\n  earlier access  " + (others ? m.trace.tell(*others) : "(long ago)");
     fault.text += "\n  the bytes' last operations:\n" +
                   m.trace.history(at.region->index, at.offset, m.granule, 10);
-    m.trace.faults.push_back(fault);
+    add_fault(fault);
 }
 
 void read_bytes(const Actor& a, Place at, u32 bytes, u8* out) {
@@ -167,11 +167,11 @@ void read_bytes(const Actor& a, Place at, u32 bytes, u8* out) {
         Cell& cell = region.cells[i];
         if (cell.use == Use::dead) check_use(a, place_of(at, i), cell, false);
         if (cell.fresh) {
-            m.trace.faults.push_back({"unwritten",
-                "read of bytes that nobody has written: " +
-                    m.trace.name_of(region.index, i << shift) + "\n" +
-                    m.trace.history(region.index, i << shift, m.granule, 6),
-                whose(a), ""});
+            const Record* reader = m.trace.find(a.mark.record);
+            Fault fault{"unwritten", "read of bytes that nobody has written: " +
+                        m.trace.name_of(region.index, i << shift) + "\n  this access     " +
+                        (reader ? m.trace.tell(*reader) : "?"), whose(a), region.name};
+            add_fault(fault);
             cell.fresh = false;
         }
         if (!a.knows(cell.write) && !strong_pair(a, cell.write)) {

@@ -198,6 +198,19 @@ std::string Trace::history(u32 region, u64 offset, u64 bytes, u32 most) const {
     return text;
 }
 
+std::string Trace::last_of(u32 rank, u32 most) const {
+    std::vector<const Record*> found;
+    u32 oldest = next > kSize ? next - kSize : 1;
+    for (u32 number = next - 1; number >= oldest && found.size() < most; --number) {
+        const Record& r = ring[number % kSize];
+        bool quiet = r.did == Did::load || r.did == Did::block_barrier || r.did == Did::copy_read;
+        if (r.rank == rank && !quiet) found.push_back(&r);
+    }
+    std::string text;
+    for (auto r = found.rbegin(); r != found.rend(); ++r) text += "  " + tell(**r) + "\n";
+    return text;
+}
+
 void Trace::clear() {
     next = 1;
     labels.clear();

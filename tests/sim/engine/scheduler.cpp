@@ -284,7 +284,7 @@ void take_step() {
 
 void run_machine() {
     reset_stacks();
-    while (!m.over && !all_done()) {
+    while (!m.over && !all_done() && m.step < m.options.stop_at) {
         take_step();
         if (m.step > m.options.max_steps) {
             report_hang("no end after " + std::to_string(m.step) + " steps");

@@ -66,6 +66,8 @@ public:
     std::string tell(const Record& record) const;
     // The last operations that touched these bytes.
     std::string history(u32 region, u64 offset, u64 bytes, u32 most) const;
+    // The last things a rank did, but for loads and barriers.
+    std::string last_of(u32 rank, u32 most) const;
     void clear();
 };
 

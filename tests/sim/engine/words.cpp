@@ -282,8 +282,8 @@ u64 read_modify_write(void* p, u32 bytes, Rmw op, u64 operand, u64 expected, Ord
     maybe_switch(t, where);
     t.turn_active = true;
     Place at = translate(p, bytes, t.rank, where);
-    if (at.region->owner != static_cast<int>(t.rank)) {
-        fatal("an atomic on memory of another rank: " + m.trace.name_of(at.region->index, at.offset));
+    if (at.region->owner != static_cast<int>(t.rank) && scope != Scope::sys) {
+        fatal("an atomic of gpu scope on memory of another rank: " + m.trace.name_of(at.region->index, at.offset));
     }
     Word& word = make_word(at, bytes);
     u64 before = word.writes.back().value;

@@ -228,6 +228,15 @@ PLANTED: tuple[Planted, ...] = (
         "dispatch, two warps",
     ),
     Planted(
+        "one arrival is not sent",
+        ("dispatch",),
+        change(("i < kNumRanks; i += kNumThreads) { u32 peer = (c.rank + 1u + i) % kNumRanks; fence",
+                "i + 1u < kNumRanks; i += kNumThreads) {\n"
+                "u32 peer = (c.rank + 2u + i) % kNumRanks;\nfence")),
+        _focus(DISPATCH),
+        "dispatch",
+    ),
+    Planted(
         "early return skips the arrival",
         ("dispatch",),
         change(("finish(p.comm, s.comm, p.d, verdict);",

@@ -75,6 +75,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "sim_fault_victim": (_int, (_u32, _u32)),
     "sim_read_result": (_u64, (_u32, _u32, _p)),
     "sim_history": (_text, (_u32, _u64, _u64, _u32)),
+    "sim_last_of": (_text, (_u32, _u32)),
     "sim_profile": (_text, ()),
     "sim_error": (_text, ()),
 }
@@ -219,6 +220,10 @@ class Machine:
     def history(self, region: int, offset: int, nbytes: int, most: int = 12) -> str:
         """The last operations on bytes."""
         return self._do.sim_history(region, offset, nbytes, most).decode()
+
+    def last_of(self, rank: int, most: int) -> str:
+        """The last things a rank did, but for loads and barriers."""
+        return self._do.sim_last_of(rank, most).decode()
 
 
 def with_lines(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,22 @@ class Focus:
     row_bytes: tuple[int, ...] | None = None
     tokens: int = 0
     edits: Mapping[str, Edit] = field(default_factory=dict, hash=False)
+
+    def to_json(self) -> str:
+        """What differs from ``Focus()``, planted faults left out; see ``from_json``."""
+        plain = vars(Focus())
+        values = {k: v for k, v in vars(self).items() if v != plain[k] and k != "edits"}
+        if "shapes" in values:
+            values["shapes"] = [SHAPES.index(shape) for shape in self.shapes]
+        return json.dumps(values) if values else ""
+
+    @staticmethod
+    def from_json(text: str) -> Focus:
+        """The focus that ``to_json`` described; shapes by their index in ``SHAPES``."""
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        if "shapes" in values:
+            values["shapes"] = tuple(SHAPES[index] for index in values["shapes"])
+        return Focus(**values)
 
 
 @dataclass
@@ -254,7 +271,8 @@ class Story:
                 where = f"{call.name} {call.serial} on rank {rank}"
                 if quiet and verdict != self.expected.get(call.serial, OK):
                     want = self.expected.get(call.serial, OK)
-                    problems.append(f"{where} ended as {verdict}, wanted {want}")
+                    why = f": {self.world.explain(rank)}" if verdict == FAILED else ""
+                    problems.append(f"{where} ended as {verdict}, wanted {want}{why}")
                 check = call.checks if verdict == OK else call.poisoned
                 if verdict == FAILED:
                     check = call.remains
@@ -290,6 +308,13 @@ class Story:
                 value = world.control_word(rank, offset)
                 if value and not (name == "abort" and self.trouble == "abort"):
                     problems.append(f"rank {rank} rests with {name} = {value:#x}")
+
+
+def last_operations(story: Story, most: int) -> str:
+    """What each rank did last, after a run."""
+    parts = [f"rank {rank}:\n{story.world.machine.last_of(rank, most)}"
+             for rank in range(story.world.num_ranks)]  # fmt: skip
+    return "\n".join(parts)
 
 
 def run_story(seed: int, focus: Focus | None = None) -> Verdict:

@@ -20,6 +20,7 @@ from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Refusal, RefusalCode
 from deepep_cupy.plan.layout import (
     MAX_BLOCKS,
     NUM_RECORDS,
+    RECORD_HEAD,
     ControlLayout,
     ReportLayout,
     align,
@@ -31,6 +32,7 @@ from simulator.shapes import Edit, Shape, library
 SLOT_BYTES = 16 * 1024
 NUM_SLOTS = 14
 LOCAL_BYTES = 96 * 1024
+PHASES = {1: "header", 2: "partial counts", 3: "experts", 4: "bulk load", 5: "arrival"}
 OK, REFUSED, FAILED, POISONED, STOPPED = "ok", "refused", "failed", "poisoned", "stopped"
 
 
@@ -317,6 +319,29 @@ class World:
             begin = layout.records + i % NUM_RECORDS * layout.record_words
             found[words[begin + 1]] = words[begin]
         return found
+
+    def explain(self, rank: int) -> str:
+        """Which wait of a rank gave up first, and the last operations on the words it polled."""
+        layout = self.memory[rank].report_layout
+        words = self.report_words(rank)
+        record = words[layout.records : layout.records + RECORD_HEAD]
+        phase, peer, expected, seen, block = record[5:10]
+        if words[layout.num_failures] == 0 or phase == 0:
+            return "it gave up because it was told to"
+        control, parity = self.memory[rank].control, record[3] & 1
+        slot = parity * self.num_ranks + peer
+        places = {
+            1: control.headers + slot * control.header_bytes,
+            2: control.partials + (expected & 0xFFFF) * 8 * (self.num_ranks + 1),
+            5: control.arrived + 8 * slot,
+        }
+        text = (
+            f"epoch {record[3]}, block {block} waited in phase {PHASES.get(phase, phase)} for rank "
+            f"{peer}: expected {expected:#x}, saw {seen:#x}"
+        )
+        if phase in places:
+            text += "\n" + self.machine.history(self.memory[rank].device, places[phase], 8, 10)
+        return text
 
     def late_ranks(self, rank: int) -> set[int]:
         """Whom a rank's abort word blames."""
