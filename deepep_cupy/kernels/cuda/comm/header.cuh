@@ -12,6 +12,10 @@
 
 // Learns the epoch and whether to work. All threads of a block call it, first of all.
 DEVICE Verdict enter(const CommParams& c, CommShared& s) {
+    // A record shows zeros where a header never came.
+    for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
+        s.headers[i / kHeaderWords][i % kHeaderWords] = 0;
+    }
     if (thread_index() == 0) {
         u8* own = own_region(c);
         // Kernels of one Buffer run one after the other, so epoch and poison are stable here.
