@@ -1,8 +1,8 @@
 """Many seeds at once, one seed again, or the table of planted faults.
 
-    python tests/sim/campaign.py run --fixed 300 --fresh 100    # exit code 1 on any fault
-    python tests/sim/campaign.py replay 4711 [--last 20]         # one seed, with its whole story
-    python tests/sim/campaign.py faults [--write]                # every planted fault; README table
+python tests/sim/campaign.py run --fixed 300 --fresh 100    # exit code 1 on any fault
+python tests/sim/campaign.py replay 4711 [--last 20]         # one seed, with its whole story
+python tests/sim/campaign.py faults [--write]                # every planted fault; README table
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run_many(seeds: list[int], jobs: int) -> int:
                 failed += 1
                 print(f"a process died in seeds {chunk}; replay them one by one", flush=True)
     seconds = time.monotonic() - begin
-    print(f"{len(seeds)} seeds, {steps:,} steps, {seconds:.0f} s, {failed} seeds failed", flush=True)
+    print(f"{len(seeds)} seeds, {steps:,} steps, {seconds:.0f} s; {failed} failed", flush=True)
     return failed
 
 

@@ -29,10 +29,14 @@ def test_planted_fault_is_found(name):
 
 def test_no_allocate_removed_where_the_flag_is_only_relaxed():
     """A consumer that works on Hopper by its load alone, and no longer without no_allocate."""
-    produce = "FIRST { WAIT(ld_acquire_sys_u64(g) == 1); st_v4(rows, Vec16{{7, 0, 0, 0}});" \
+    produce = (
+        "FIRST { WAIT(ld_acquire_sys_u64(g) == 1); st_v4(rows, Vec16{{7, 0, 0, 0}});"
         " st_release_sys_u64(f, 1); }"
-    consume = "FIRST { ld_no_allocate_v4(rows); st_relaxed_sys_u64(g, 1);" \
+    )
+    consume = (
+        "FIRST { ld_no_allocate_v4(rows); st_relaxed_sys_u64(g, 1);"
         " WAIT(ld_relaxed_sys_u64(f) == 1); st_u64(out, ld_no_allocate_v4(rows).word[0]); }"
+    )
     for loads in (Loads.HOPPER, Loads.STRICT):
         how = {"num_out": 1, "loads": loads, "seeds": 100}
         assert set(run_litmus([(0, 0, produce), (1, 0, consume)], **how).seen) == {(7,)}

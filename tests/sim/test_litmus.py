@@ -117,10 +117,14 @@ def test_a_fence_in_another_thread_orders_nothing():
 def test_order_is_cumulative_through_scopes():
     roles = [
         (0, 0, "FIRST { st_u64(x, 1); st_release_gpu_u64(g, 1); }"),
-        (0, 1, """FIRST {
+        (
+            0,
+            1,
+            """FIRST {
             WAIT(ld_relaxed_gpu_u64(g) == 1);
             ld_acquire_gpu_u64(g);
-            st_release_sys_u64(f, 1); }"""),
+            st_release_sys_u64(f, 1); }""",
+        ),
         (1, 0, RECEIVE),
     ]
     clean(run_litmus(roles, num_out=1), (1,))
@@ -181,16 +185,27 @@ def test_stores_become_visible_late_and_out_of_order():
 
 def test_store_buffering_is_allowed():
     roles = [
-        (0, 0, "FIRST { st_relaxed_sys_u64(f, 1); fence_acq_rel_sys();"
-               " st_u64(out, ld_relaxed_sys_u64(g)); }"),
-        (1, 0, "FIRST { st_relaxed_sys_u64(g, 1); fence_acq_rel_sys();"
-               " st_u64(out + 1, ld_relaxed_sys_u64(f)); }"),
+        (
+            0,
+            0,
+            "FIRST { st_relaxed_sys_u64(f, 1); fence_acq_rel_sys();"
+            " st_u64(out, ld_relaxed_sys_u64(g)); }",
+        ),
+        (
+            1,
+            0,
+            "FIRST { st_relaxed_sys_u64(g, 1); fence_acq_rel_sys();"
+            " st_u64(out + 1, ld_relaxed_sys_u64(f)); }",
+        ),
     ]
     assert set(run_litmus(roles, seeds=600).seen) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_independent_readers_may_disagree():
-    read = "FIRST {{ u64 a = ld_acquire_sys_u64({0}); st_u64(out + {2}, a * 10 + ld_acquire_sys_u64({1})); }}"
+    read = (
+        "FIRST {{ u64 a = ld_acquire_sys_u64({0}), b = ld_acquire_sys_u64({1});"
+        " st_u64(out + {2}, a * 10 + b); }}"
+    )
     roles = [
         (0, 0, "FIRST st_release_sys_u64(f, 1);"),
         (1, 0, "FIRST st_release_sys_u64(g, 1);"),
@@ -220,13 +235,14 @@ def test_atomics_lose_nothing():
 # ------------------------------------------------------------------------------- bulk copies
 
 FILL = """
-    st_shared_v4(stage + 16 * (thread_index() & 1), Vec16{{7, 0, 0, 0}});
+    if (thread_index() < 2) st_shared_v4(stage + 16 * (thread_index() & 1), Vec16{{7, 0, 0, 0}});
     fence_proxy_async_shared();
     block_barrier();
 """
-PUSH = FILL.replace("Vec16", "if (thread_index() < 2) Vec16", 0).replace(
-    "st_shared_v4", "if (thread_index() < 2) st_shared_v4"
-) + "FIRST { bulk_store(rows, stage, 32); bulk_commit(); bulk_wait<0>(); st_release_sys_u64(f, 1); }"
+PUSH = (
+    FILL + "FIRST { bulk_store(rows, stage, 32); bulk_commit(); bulk_wait<0>();"
+    " st_release_sys_u64(f, 1); }"
+)
 TAKE = """FIRST {
     WAIT(ld_relaxed_sys_u64(f) == 1);
     ld_acquire_sys_u64(f);
@@ -283,8 +299,10 @@ PULL = """
     WAIT(mbarrier_try_wait_parity(loaded, 0));
     if (thread_index() == 4) st_u64(out, ld_shared_v4(stage).word[0]);
 """
-STORE_ROWS = "FIRST { st_v4(rows, Vec16{{7, 0, 0, 0}}); st_v4(rows + 16, Vec16{{7, 0, 0, 0}}); " \
+STORE_ROWS = (
+    "FIRST { st_v4(rows, Vec16{{7, 0, 0, 0}}); st_v4(rows + 16, Vec16{{7, 0, 0, 0}}); "
     "st_release_sys_u64(f, 1); }"
+)
 
 
 def test_a_bulk_load_brings_what_was_acquired():
@@ -318,9 +336,11 @@ def test_an_mbarrier_must_be_fenced_before_a_copy_signals_it():
 
 
 def test_bulk_stores_complete_in_any_order():
-    push = PUSH.replace("bulk_store(rows, stage, 32); bulk_commit();",
-                        "bulk_store(rows, stage, 16); bulk_commit();"
-                        "bulk_store(rows + 16, stage, 16); bulk_commit();")
+    push = PUSH.replace(
+        "bulk_store(rows, stage, 32); bulk_commit();",
+        "bulk_store(rows, stage, 16); bulk_commit();"
+        "bulk_store(rows + 16, stage, 16); bulk_commit();",
+    )
     peek = "FIRST st_u64(out, ld_v4(rows).word[0] * 10 + ld_v4(rows + 16).word[0]);"
     outcomes = two_ranks(push, peek, seeds=800)
     assert set(outcomes.seen) == {(0,), (7,), (70,), (77,)}
@@ -336,10 +356,14 @@ def test_no_block_ends_with_a_copy_in_flight():
 # ------------------------------------------------------------------------- loads that go through L1
 
 # The consumer has read the row before, so that its SM may keep the line.
-WARM = "FIRST { LOAD(rows); st_relaxed_sys_u64(g, 1); WAIT(ld_relaxed_sys_u64(f) == 1); ACQUIRE " \
+WARM = (
+    "FIRST { LOAD(rows); st_relaxed_sys_u64(g, 1); WAIT(ld_relaxed_sys_u64(f) == 1); ACQUIRE "
     "st_u64(out, LOAD(rows).word[0]); }"
-PRODUCE = "FIRST { WAIT(ld_acquire_sys_u64(g) == 1); st_v4(rows, Vec16{{7, 0, 0, 0}}); " \
+)
+PRODUCE = (
+    "FIRST { WAIT(ld_acquire_sys_u64(g) == 1); st_v4(rows, Vec16{{7, 0, 0, 0}}); "
     "st_release_sys_u64(f, 1); }"
+)
 
 
 @pytest.mark.parametrize("loads", [Loads.HOPPER, Loads.STRICT])
@@ -368,8 +392,10 @@ def test_a_neighbour_blocks_acquire_hides_a_missing_one_on_hopper_only(loads):
         WAIT(ld_relaxed_sys_u64(h) == 1);
         st_u64(out, ld_v4(rows).word[0]);
     }"""
-    neighbour = "FIRST { WAIT(ld_relaxed_sys_u64(f) == 1); ld_acquire_sys_u64(f);" \
+    neighbour = (
+        "FIRST { WAIT(ld_relaxed_sys_u64(f) == 1); ld_acquire_sys_u64(f);"
         " st_release_gpu_u64(h, 1); }"
+    )
     roles = [(0, 0, PRODUCE), (1, 0, consumer), (1, 1, neighbour)]
     at = {"h": 1}
     outcomes = run_litmus(roles, num_out=1, loads=loads, blocks_per_sm=2, seeds=150, at=at)
@@ -434,8 +460,10 @@ def test_an_atomic_on_a_peers_memory_is_refused():
 
 
 def test_equal_seeds_give_equal_runs():
-    role = "for (int i = 0; i < 3; ++i) red_add_relaxed_gpu_u32(reinterpret_cast<u32*>(f), i);" \
+    role = (
+        "for (int i = 0; i < 3; ++i) red_add_relaxed_gpu_u32(reinterpret_cast<u32*>(f), i);"
         "FIRST st_u64(out, ld_relaxed_sys_u32(reinterpret_cast<u32*>(f)));"
+    )
     roles = [(0, block, role) for block in range(3)]
     one, two = (run_litmus(roles, num_out=1, seeds=20).seen for _ in range(2))
     assert one == two

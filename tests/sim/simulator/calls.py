@@ -247,7 +247,8 @@ def _check_dispatch(
         raise AssertionError(f"rank {rank} says ok to a call that had to be refused")
     words = world.report_words(rank)
     layout = world.memory[rank].report_layout
-    newest = all(other.serial <= call.serial or "dispatch" not in other.name for other in world.calls)
+    later = world.calls[call.serial :]
+    newest = not any("dispatch" in other.name for other in later)
     for name, get in reads.items():
         _compare(f"{call.name} {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
     if newest and not call.name.startswith("cached"):
@@ -397,9 +398,10 @@ def _compare(what: str, got: bytes, want: Array) -> None:
     row_bytes = len(wanted) // max(1, len(want))
     rows = sorted({int(i) // row_bytes for i in bad})
     first = int(bad[0])
+    seen, right = got[first : first + 8].hex(), wanted[first : first + 8].hex()
     raise AssertionError(
         f"{what}: {len(bad)} of {len(a)} bytes differ, in rows {rows[:10]} of {len(want)}; first "
-        f"at byte {first}: got {got[first : first + 8].hex()}, wanted {wanted[first : first + 8].hex()}"
+        f"at byte {first}: got {seen}, wanted {right}"
     )
 
 

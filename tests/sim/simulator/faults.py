@@ -40,7 +40,7 @@ def change(*pairs: tuple[str, str]) -> Edit:
         text = re.sub(r"//[^\n]*", "", text)
         for old, new in pairs:
             pattern = r"\s+".join(re.escape(word) for word in old.split())
-            text, count = re.subn(pattern, lambda _: new, text)
+            text, count = re.subn(pattern, new.replace("\\", r"\\"), text)
             if count == 0:
                 raise ValueError(f"the kernel text has changed: no {old!r} in it any more")
         return text
@@ -77,8 +77,12 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "sys scope narrowed to gpu (fence before the arrivals)",
         ("dispatch",),
-        change(("fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
-                "fence_acq_rel_gpu(); st_relaxed_sys_u64(arrived_slot")),
+        change(
+            (
+                "fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
+                "fence_acq_rel_gpu(); st_relaxed_sys_u64(arrived_slot",
+            )
+        ),
         _focus(DISPATCH),
         "dispatch",
     ),
@@ -92,8 +96,12 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "fence removed (before the headers)",
         ("combine",),
-        change(("fence_acq_rel_sys(); st_relaxed_sys_u64(slot + word",
-                "st_relaxed_sys_u64(slot + word")),
+        change(
+            (
+                "fence_acq_rel_sys(); st_relaxed_sys_u64(slot + word",
+                "st_relaxed_sys_u64(slot + word",
+            )
+        ),
         _focus(ROUND),
         "combine of rows an earlier kernel wrote",
     ),
@@ -101,11 +109,15 @@ PLANTED: tuple[Planted, ...] = (
         "fence moved to another thread (before the arrivals)",
         ("dispatch",),
         change(
-            ("fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
-             "st_relaxed_sys_u64(arrived_slot"),
-            ("for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer",
-             "if (thread_index() == kNumThreads - 1) fence_acq_rel_sys();\n"
-             "for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer"),
+            (
+                "fence_acq_rel_sys(); st_relaxed_sys_u64(arrived_slot",
+                "st_relaxed_sys_u64(arrived_slot",
+            ),
+            (
+                "for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer",
+                "if (thread_index() == kNumThreads - 1) fence_acq_rel_sys();\n"
+                "for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) { u32 peer",
+            ),
         ),
         _focus(DISPATCH),
         "dispatch",
@@ -134,16 +146,21 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "wait_group weakened to .read",
         ("dispatch_bulk",),
-        change(("if (lane_index() == 0) bulk_wait<0>();",
-                "if (lane_index() == 0) bulk_wait_read<0>();")),
+        change(
+            (
+                "if (lane_index() == 0) bulk_wait<0>();",
+                "if (lane_index() == 0) bulk_wait_read<0>();",
+            )
+        ),
         _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
         "dispatch by bulk copies",
     ),
     Planted(
         "one lane waits for the bulk stores of all",
         ("dispatch_bulk",),
-        change(("if (lane_index() == 0) bulk_wait<0>();",
-                "if (thread_index() == 0) bulk_wait<0>();")),
+        change(
+            ("if (lane_index() == 0) bulk_wait<0>();", "if (thread_index() == 0) bulk_wait<0>();")
+        ),
         _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
         "dispatch by bulk copies, two warps",
     ),
@@ -192,8 +209,12 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "opening handshake skipped: rows move before the headers are in",
         ("combine",),
-        change(("if (!wait_stamped(c, s, slot, {kPhaseHeader, source, stamped(s.epoch, 0)}, seen))",
-                "seen = ld_relaxed_sys_u64(slot); if (false)")),
+        change(
+            (
+                "if (!wait_stamped(c, s, slot, {kPhaseHeader, source, stamped(s.epoch, 0)}, seen))",
+                "seen = ld_relaxed_sys_u64(slot); if (false)",
+            )
+        ),
         _focus(ROUND),
         "dispatch and combine",
     ),
@@ -214,33 +235,49 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "arrival sent before all blocks are done",
         ("dispatch",),
-        change(("s.last = (before & 0xffffu) + 1u == num_blocks();",
-                "s.last = (before & 0xffffu) + 1u == (num_blocks() + 1u) / 2u;")),
+        change(
+            (
+                "s.last = (before & 0xffffu) + 1u == num_blocks();",
+                "s.last = (before & 0xffffu) + 1u == (num_blocks() + 1u) / 2u;",
+            )
+        ),
         _focus(DISPATCH),
         "dispatch, several blocks",
     ),
     Planted(
         "block arrives before all its warps are done",
         ("dispatch",),
-        change(("bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;",
-                "bool failed = s.failed != 0u || verdict == kFailed;")),
+        change(
+            (
+                "bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;",
+                "bool failed = s.failed != 0u || verdict == kFailed;",
+            )
+        ),
         _focus(DISPATCH),
         "dispatch, two warps",
     ),
     Planted(
         "one arrival is not sent",
         ("dispatch",),
-        change(("i < kNumRanks; i += kNumThreads) { u32 peer = (c.rank + 1u + i) % kNumRanks; fence",
-                "i + 1u < kNumRanks; i += kNumThreads) {\n"
-                "u32 peer = (c.rank + 2u + i) % kNumRanks;\nfence")),
+        change(
+            (
+                "kNumRanks; i += kNumThreads) { u32 peer = (c.rank + 1u + i) % kNumRanks; fence",
+                "kNumRanks - 1u; i += kNumThreads) {\n"
+                "u32 peer = (c.rank + 2u + i) % kNumRanks;\nfence",
+            )
+        ),
         _focus(DISPATCH),
         "dispatch",
     ),
     Planted(
         "early return skips the arrival",
         ("dispatch",),
-        change(("finish(p.comm, s.comm, p.d, verdict);",
-                "if (verdict == kFailed) return;\n finish(p.comm, s.comm, p.d, verdict);")),
+        change(
+            (
+                "finish(p.comm, s.comm, p.d, verdict);",
+                "if (verdict == kFailed) return;\n finish(p.comm, s.comm, p.d, verdict);",
+            )
+        ),
         _focus(DISPATCH, trouble="skew"),
         "one block's wait expires",
     ),
@@ -309,7 +346,9 @@ def focus_of(planted: Planted) -> Focus:
     return Focus(**{**vars(planted.focus), "edits": edits})
 
 
-def seeds_needed(planted: Planted, run: Callable[[int, Focus], bool], limit: int = LIMIT) -> int | None:
+def seeds_needed(
+    planted: Planted, run: Callable[[int, Focus], bool], limit: int = LIMIT
+) -> int | None:
     """The first seed (from 0) that finds the fault, or ``None``."""
     focus = focus_of(planted)
     return next((seed for seed in range(limit) if run(seed, focus)), None)

@@ -24,6 +24,7 @@ SHAPES = (
     Shape(4, 32, "nc"),
 )
 EPOCHS = (1, 1, 2, 2**31 - 2, 2**31 - 1, 2**32 - 4, 2**32 - 3)
+LATER_CALLS = ("barrier", "dispatch", "mask", "cached", "combine", "combine")
 FATAL = ("freeze", "skew", "abort", "absent")
 """Troubles after which operations fail and the Buffer is poisoned."""
 
@@ -141,7 +142,7 @@ class Story:
     def _draw_calls(self) -> tuple[str, ...]:
         names = ["dispatch"]
         for _ in range(int(self.rng.integers(1, 4))):
-            names.append(str(self.pick(["barrier", "dispatch", "mask", "cached", "combine", "combine"])))
+            names.append(str(self.pick(LATER_CALLS)))
         return tuple(names)
 
     def _ways(self, name: str, troubled: bool) -> Ways:
@@ -254,7 +255,7 @@ class Story:
         if not stopped:
             self._judge_calls(verdicts, problems)
             self._judge_rest(verdicts, problems)
-        tale = self.tale + [f"profile: {self.world.machine.profile}"]
+        tale = [*self.tale, f"profile: {self.world.machine.profile}"]
         return Verdict(problems, "\n".join(tale), self.world.machine.steps)
 
     def _forgive_absent(self, verdicts: dict[tuple[int, int], str]) -> None:

@@ -231,9 +231,7 @@ class World:
         field_type = get_kernel("barrier").layout(self._constants).fields["comm.board"].ctype
         return LINE_BYTES // (8 if "u64" in field_type else 4)
 
-    def array(
-        self, rank: int, call: Call, data: np.ndarray[Any, Any], shift: int = 0
-    ) -> int:
+    def array(self, rank: int, call: Call, data: np.ndarray[Any, Any], shift: int = 0) -> int:
         """Let another kernel write an input array of this rank; returns its offset."""
         local = self.memory[rank].local
         raw = np.ascontiguousarray(data).tobytes()
@@ -357,4 +355,3 @@ def harmful(faults: Sequence[Fault], verdicts: Mapping[tuple[int, int], str]) ->
         if any(victim is None or verdicts.get(victim, OK) in (OK, REFUSED)
                for victim in fault.victims)
     ]  # fmt: skip
-
