@@ -88,7 +88,8 @@ class PtxEntry:
 
     def param_offsets(self, constants: Mapping[str, int]) -> tuple[int, ...]:
         """Where each parameter begins in the packed arguments."""
-        return tuple(_offset(self.layout(constants), param.name) for param in self.params)
+        layout = self.layout(constants)
+        return tuple(layout.param_offset(param.name) for param in self.params)
 
     def layout(self, constants: Mapping[str, int]) -> StructLayout:
         """The parameters as one struct; those of a struct are named ``"p.field"``."""
@@ -392,15 +393,6 @@ def _declared(params: str) -> Iterator[tuple[str, int]]:
 
 def _named(params: tuple[tuple[str, int], ...]) -> str:
     return ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in params) or "none"
-
-
-def _offset(layout: StructLayout, param: str) -> int:
-    """Where a parameter begins: its own field, or the first field of its struct."""
-    return min(
-        field.offset
-        for name, field in layout.fields.items()
-        if name == param or name.startswith(f"{param}.")
-    )
 
 
 def _module(where: str, table: Mapping[str, Any]) -> PtxModule:

@@ -121,6 +121,23 @@ class Struct:
         lines.append("};")
         return "\n".join(lines)
 
+    def offset_asserts(self, constants: Mapping[str, int]) -> str:
+        """C text that fails to compile where a compiler lays this struct, or one inside it,
+        out differently; it follows the declarations."""
+        lines = []
+        for struct in (*self.inner(), self):
+            layout = struct.layout(constants)
+            lines.append(
+                f'static_assert(sizeof({struct.name}) == {layout.nbytes}, "sizeof {struct.name}");'
+            )
+            for param in struct.params:
+                offset = layout.param_offset(param.name)
+                lines.append(
+                    f"static_assert(__builtin_offsetof({struct.name}, {param.name}) == "
+                    f'{offset}, "offset of {struct.name}.{param.name}");'
+                )
+        return "\n".join(lines) + "\n"
+
     def layout(self, constants: Mapping[str, int]) -> StructLayout:
         """Offsets of all fields, with array lengths looked up in ``constants``."""
         fields: dict[str, Field] = {}
@@ -211,15 +228,13 @@ class StructLayout:
     nbytes: int
     align: int
 
-    def offset_asserts(self) -> str:
-        """C text that fails to compile where a compiler lays the struct out differently."""
-        lines = [f'static_assert(sizeof({self.name}) == {self.nbytes}, "sizeof {self.name}");']
-        lines += [
-            f"static_assert(__builtin_offsetof({self.name}, {path}) == {field.offset}, "
-            f'"offset of {path}");'
+    def param_offset(self, name: str) -> int:
+        """Where a member of the struct itself begins: its own field, or the first one in it."""
+        return min(
+            field.offset
             for path, field in self.fields.items()
-        ]
-        return "\n".join(lines) + "\n"
+            if path == name or path.startswith((f"{name}.", f"{name}["))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def constants_of(spec):
 def probe(spec):
     """A text that compiles only where the compiler agrees on every offset."""
     constants = constants_of(spec)
-    return TYPES + prelude(spec, constants) + spec.layout(constants).offset_asserts()
+    return TYPES + prelude(spec, constants) + spec.struct.offset_asserts(constants)
 
 
 def test_offsets_of_the_mixed_struct():
@@ -102,6 +102,8 @@ def test_the_cpp_compiler_agrees_on_every_offset(spec, tmp_path):
 def test_nvrtc_agrees_on_every_offset(spec):
     compile_module = pytest.importorskip("deepep_cupy.kernels.compile")
     pytest.importorskip("cupy")
+    if int(compile_module.compiler_version().split(".")[0]) < 13:
+        pytest.skip("NVRTC 12 has no __builtin_offsetof; sizeof is asserted in every text")
     text = probe(spec) + f'extern "C" __global__ void probe({spec.struct.name} p) {{}}\n'
     compiled = compile_module.compile_text(
         text, name="probe", entry="probe", target=compile_module.Target(80)
@@ -117,7 +119,7 @@ def test_the_probe_can_fail(tmp_path):
     path.write_text(probe(MIXED).replace("f32 scale;", "f64 scale;"))
     command = [compiler, "-std=c++17", "-fsyntax-only", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "offset of flags" in done.stderr
+    assert "offset of MixedBagParams.flags" in done.stderr
 
 
 def test_constants_have_their_values_and_no_storage():
