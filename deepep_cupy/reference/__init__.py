@@ -13,7 +13,8 @@ H      elements of a row, equal on all ranks; a row is ``H * itemsize`` bytes
 K      choices per token, equal on all ranks
 E      experts in all, a multiple of R
 El     ``E / R``: rank r owns the experts ``r * El`` to ``(r + 1) * El - 1``
-N      rows one rank receives in a dispatch; ranks may differ
+N      tokens one rank receives in a dispatch, and rows unless expanded; ranks may differ
+S      scales of a row, where FP8 rows travel with scales
 =====  =======================================================================================
 
 Every function takes and returns lists with one entry per rank. In the library each rank passes
@@ -29,13 +30,9 @@ A call that breaks a rule raises here ``ValueError``, and in the library ``Contr
 """
 
 from deepep_cupy.reference.combine import CombineResult, combine
-from deepep_cupy.reference.dispatch import (
-    DispatchLayout,
-    DispatchResult,
-    Handle,
-    dispatch,
-    get_dispatch_layout,
-)
+from deepep_cupy.reference.dispatch import DispatchResult, dispatch
+from deepep_cupy.reference.layout import DispatchLayout, Handle, get_dispatch_layout
+from deepep_cupy.reference.quant import dequantize, quantize
 
 __all__ = [
     "CombineResult",
@@ -43,6 +40,8 @@ __all__ = [
     "DispatchResult",
     "Handle",
     "combine",
+    "dequantize",
     "dispatch",
     "get_dispatch_layout",
+    "quantize",
 ]

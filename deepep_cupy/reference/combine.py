@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from deepep_cupy.reference.dispatch import Handle
+from deepep_cupy.reference.layout import Handle
 
 __all__ = ["CombineResult", "combine"]
 
@@ -52,6 +52,8 @@ def combine(
     *,
     topk_weights: Sequence[Array] | None = None,
     biases: Sequence[Sequence[Array]] | None = None,
+    reduce: Literal["exact", "per_rank"] = "exact",
+    row_weights: Sequence[Array] | None = None,
 ) -> list[CombineResult]:
     """Add up, for each token, the rows that the ranks it was sent to give back.
 
@@ -75,6 +77,25 @@ def combine(
     gathers; dispatch zeroes the columns of other ranks, so that after a plain round trip the two
     agree, up to the sign of a zero).
 
+    **The expanded layout.** Where the handles are expanded, ``y`` has a row per copy: rank r
+    holds, for each choice k of token t that is an expert of r, the copy
+    ``expanded_row[send_row[t, r], k]``.
+
+    * ``row_weights`` multiply the copies: a copy becomes ``acc(weight) * acc(copy)`` in the
+      accumulator, one rounding, before rule 2; not for integers. Without them it is
+      ``acc(copy)``.
+    * ``reduce="exact"``: every copy is a term: by ascending r, and within r by ascending k. One
+      rounding to the dtype of the rows, at the end.
+    * ``reduce="per_rank"``: each rank adds its copies of a token by ascending k (rules 1 to 3,
+      so with a rounding of its own; a lone copy without ``row_weights`` stays as it is); these
+      sums are then combined as the rows of a plain layout would be.
+    * ``topk_weights`` are ``[rows]`` and carried back to where they belong:
+      ``combined_topk_weights[t, k]`` is the weight of the copy of choice k, bit for bit, and +0
+      where the choice is -1.
+
+    In a layout of the worst case the rows behind the real ones are not read, and neither are
+    rows that only fill up an expert's group.
+
     FP8 rows, opaque bytes, booleans and complex numbers are refused: their sum has no one
     meaning.
 
@@ -82,12 +103,15 @@ def combine(
     that failed on a poisoned Buffer, float outputs are NaN, integer outputs 0 and indices -1.
 
     Args:
-        ys: Per rank ``[N, H]``, one row per received row and in the order of ``recv_x``; dtype
-            and H equal on all ranks, and not necessarily those of the dispatch.
+        ys: Per rank ``[rows, H]``, one row per row of ``recv_x`` and in its order; dtype and H
+            equal on all ranks, and not necessarily those of the dispatch.
         handles: Per rank the handle of one dispatch.
-        topk_weights: Per rank ``[N, K]`` float32, K equal on all ranks; on all ranks or on none.
+        topk_weights: Per rank ``[N, K]`` float32, K equal on all ranks, or expanded ``[rows]``;
+            on all ranks or on none.
         biases: Per rank zero to two arrays ``[T, H]`` of the dtype of the rows. They are that
             rank's own affair: ranks may differ in how many they pass.
+        reduce: Of the expanded layout; without effect on any other.
+        row_weights: Per rank ``[rows]`` float32; expanded layout alone.
 
     Returns:
         One ``CombineResult`` a rank.
@@ -97,30 +121,74 @@ def combine(
     """
     given = [()] * len(ys) if biases is None else biases
     _check(ys, handles, given)
+    expanded = handles[0].expanded_row is not None
+    if row_weights is not None:
+        if not expanded or ys[0].dtype.kind in "iu":
+            raise ValueError("combine(): row_weights need an expanded layout and floating rows")
+        _check_weights("row_weights", row_weights, handles)
     if topk_weights is not None:
-        _check_weights(topk_weights, handles)
+        _check_weights("topk_weights", topk_weights, handles)
+    copies = [_Copies(y, handle) for y, handle in zip(ys, handles, strict=True)]
+    if row_weights is not None:
+        for copy, weight in zip(copies, row_weights, strict=True):
+            copy.weight = weight
+    if expanded and reduce == "per_rank":
+        copies = [copy.summed() for copy in copies]
     results = []
     for rank, handle in enumerate(handles):
         combined_weights = None
-        if topk_weights is not None:
-            combined_weights = _sum_rows(topk_weights, handle.send_row, ())
-        combined_x = _sum_rows(ys, handle.send_row, given[rank])
+        if topk_weights is not None and expanded:
+            combined_weights = _gather(topk_weights, handles, handle.send_row)
+        elif topk_weights is not None:
+            plain = [_Copies(weight, h) for weight, h in zip(topk_weights, handles, strict=True)]
+            combined_weights = _add(plain, handle.send_row, ())
+        combined_x = _add(copies, handle.send_row, given[rank])
         results.append(CombineResult(combined_x, combined_weights))
     return results
 
 
-def _sum_rows(ys: Sequence[Array], send_row: Array, biases: Sequence[Array]) -> Array:
+class _Copies:
+    """The rows one rank gives back: of each received token, one or more columns of copies."""
+
+    def __init__(self, y: Array, handle: Handle) -> None:
+        self.y = y
+        self.weight: Array | None = None
+        self.table = handle.expanded_row
+        if self.table is None:
+            self.table = np.arange(len(y), dtype=np.int32)[:, None]
+
+    def terms(self, token: Array) -> Iterator[tuple[Array, Array]]:
+        """By column: which of these received tokens have a copy there, and those copies."""
+        assert self.table is not None
+        for column in self.table[token].T:
+            rows = column[column >= 0]
+            found = self.y[rows].astype(_ACCUMULATOR[self.y.dtype])
+            if self.weight is not None:
+                found = self.weight[rows, None].astype(found.dtype) * found
+            yield column >= 0, found
+
+    def summed(self) -> _Copies:
+        """One row per received token: the sum of its copies, rounded."""
+        assert self.table is not None
+        own = np.arange(len(self.table), dtype=np.int32)[:, None]
+        result = _Copies.__new__(_Copies)
+        result.y, result.weight, result.table = _add([self], own, ()), None, own
+        return result
+
+
+def _add(copies: Sequence[_Copies], send_row: Array, biases: Sequence[Array]) -> Array:
     """All tokens of one rank, a block of tokens at a time."""
-    num_tokens, width = len(send_row), ys[0].shape[1]
-    accumulator = _ACCUMULATOR[ys[0].dtype]
-    out = np.empty((num_tokens, width), ys[0].dtype)
+    num_tokens, width = len(send_row), copies[0].y.shape[1]
+    dtype = copies[0].y.dtype
+    accumulator = _ACCUMULATOR[dtype]
+    out = np.empty((num_tokens, width), dtype)
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
     with np.errstate(all="ignore"):  # overflow, NaN and subnormal sums are ordinary results here
         for begin in range(0, num_tokens, step):
             block = slice(begin, begin + step)
             total = np.zeros((len(send_row[block]), width), accumulator)
             started = np.zeros(len(total), np.bool_)
-            for present, rows in _terms(ys, send_row[block], [bias[block] for bias in biases]):
+            for present, rows in _terms(copies, send_row[block], [bias[block] for bias in biases]):
                 rows = rows.astype(accumulator)
                 first, further = present & ~started, present & started
                 total[first] = rows[first[present]]
@@ -131,14 +199,30 @@ def _sum_rows(ys: Sequence[Array], send_row: Array, biases: Sequence[Array]) -> 
 
 
 def _terms(
-    ys: Sequence[Array], send_row: Array, biases: Sequence[Array]
+    copies: Sequence[_Copies], send_row: Array, biases: Sequence[Array]
 ) -> Iterator[tuple[Array, Array]]:
     """Yield the terms in their order: which tokens have one, and those tokens' rows."""
     for bias in biases:
         yield np.ones(len(send_row), np.bool_), bias
-    for rank, y in enumerate(ys):
-        present = send_row[:, rank] >= 0
-        yield present, y[send_row[present, rank]]
+    for rank, copy in enumerate(copies):
+        sent = send_row[:, rank] >= 0
+        for has, rows in copy.terms(send_row[sent, rank]):
+            present = sent.copy()
+            present[sent] = has
+            yield present, rows
+
+
+def _gather(weights: Sequence[Array], handles: Sequence[Handle], send_row: Array) -> Array:
+    """Weights of copies to the choices of one rank's tokens."""
+    columns = 0 if handles[0].expanded_row is None else handles[0].expanded_row.shape[1]
+    out = np.zeros((len(send_row), columns), np.float32)
+    for rank, (weight, handle) in enumerate(zip(weights, handles, strict=True)):
+        sent = np.flatnonzero(send_row[:, rank] >= 0)
+        if handle.expanded_row is not None:
+            row = handle.expanded_row[send_row[sent, rank]]
+            token, column = np.nonzero(row >= 0)
+            out[sent[token], column] = weight[row[token, column]]
+    return out
 
 
 def _check(
@@ -152,9 +236,13 @@ def _check(
     if ys[0].dtype not in _ACCUMULATOR:
         known = ", ".join(sorted(dtype.name for dtype in _ACCUMULATOR))
         raise ValueError(f"combine(): rows of {ys[0].dtype} cannot be added; wanted one of {known}")
+    if ys[0].ndim != 2:
+        raise ValueError(f"combine(): y must be [rows, H], got shape {ys[0].shape} on rank 0")
     width, dtype = ys[0].shape[1:], ys[0].dtype
+    if len({handle.expanded_row is None for handle in handles}) > 1:
+        raise ValueError("combine(): wanted the handles of one dispatch, got two layouts")
     for rank, (y, handle) in enumerate(zip(ys, handles, strict=True)):
-        _check_array("y", y, (handle.num_recv_tokens, *width), dtype, rank)
+        _check_array("y", y, (handle.num_rows, *width), dtype, rank)
         if len(biases[rank]) > 2:
             raise ValueError(
                 f"combine(): wanted 0 to 2 biases, got {len(biases[rank])} on rank {rank}"
@@ -163,21 +251,18 @@ def _check(
             _check_array(f"bias_{number}", bias, (handle.num_tokens, *width), dtype, rank)
 
 
-def _check_weights(weights: Sequence[Array], handles: Sequence[Handle]) -> None:
+def _check_weights(name: str, weights: Sequence[Array], handles: Sequence[Handle]) -> None:
     if len(weights) != len(handles):
-        raise ValueError(
-            f"combine(): wanted {len(handles)} topk_weights, one a rank, got {len(weights)}"
-        )
-    columns = weights[0].shape[1:]
+        raise ValueError(f"combine(): wanted {len(handles)} {name}, one a rank, got {len(weights)}")
+    columns = () if handles[0].expanded_row is not None else weights[0].shape[1:2]
     for rank, (weight, handle) in enumerate(zip(weights, handles, strict=True)):
-        shape = (handle.num_recv_tokens, *columns)
-        _check_array("topk_weights", weight, shape, np.dtype(np.float32), rank)
+        _check_array(name, weight, (handle.num_rows, *columns), np.dtype(np.float32), rank)
 
 
 def _check_array(
     name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any], rank: int
 ) -> None:
-    if array.ndim != 2 or array.shape != shape or array.dtype != dtype:
+    if array.shape != shape or array.dtype != dtype:
         raise ValueError(
             f"combine(): {name} must be {dtype} {shape}, got {array.dtype} {array.shape} "
             f"on rank {rank}"

@@ -6,43 +6,31 @@ The letters R, T, H, K, E, El and N are those of the package's docstring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DispatchLayout", "DispatchResult", "Handle", "dispatch", "get_dispatch_layout"]
+from deepep_cupy.reference import checks
+from deepep_cupy.reference.layout import (
+    Handle,
+    count_experts,
+    defined_rows,
+    expand,
+    get_dispatch_layout,
+    move,
+    pad,
+    place,
+    place_weights,
+    route,
+)
+from deepep_cupy.reference.quant import quantize as cast
+
+__all__ = ["DispatchResult", "dispatch"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """Who sent what where in one dispatch: what combine and a cached dispatch need. Frozen.
-
-    It knows nothing of the row: one handle serves rows of any H and dtype, any number of times,
-    in any order with other handles. It is not DeepEP V1's tuple of layout arrays. The library's
-    handle also holds its signature (the Buffer, R, T, K, E and where the routing came from; not
-    the row dtype) and the epoch of the dispatch that made it: a handle of another Buffer, or
-    handles of different dispatches on different ranks, are refused on every rank.
-
-    Attributes:
-        num_tokens: T, tokens this rank sent from.
-        num_recv_tokens: N, rows this rank received.
-        recv_src_idx: ``[N]`` int32, number of the row's token on its source rank.
-        recv_rows_per_rank: ``[R]`` int32, rows received from each rank; they add up to N.
-        send_row: ``[T, R]`` int32, absolute row of token t in rank r's ``recv_x`` (the rows that
-            rank r got from lower ranks, plus the slot among this rank's); -1: not sent to r.
-        num_recv_tokens_per_expert_list: As in ``DispatchResult``.
-    """
-
-    num_tokens: int
-    num_recv_tokens: int
-    recv_src_idx: Array
-    recv_rows_per_rank: Array
-    send_row: Array
-    num_recv_tokens_per_expert_list: list[int]
+Rows: TypeAlias = Array | tuple[Array, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,27 +38,34 @@ class DispatchResult:
     """What one rank receives.
 
     Attributes:
-        recv_x: ``[N, H]``, dtype of ``x``. Rows in the order (source rank, token number on the
-            source rank), always. Bytes are moved and never touched: exact for any dtype, NaN
-            payloads, padding and opaque records included.
+        recv_x: ``[rows, H]``, dtype of ``x``; rows = N, or those of the expanded layout. A pair
+            ``(rows, scales [rows, S])`` where scales travel. Rows in the order (source rank,
+            token number on the source rank), always; expanded: (local expert, source rank,
+            token). Bytes are moved and never touched: exact for any dtype, NaN payloads, padding
+            and opaque records included. Rows that are not ``defined`` may hold anything.
         recv_topk_idx: ``[N, K]``, dtype of ``topk_idx``; local expert numbers 0..El-1 for the
-            experts of this rank, in their own columns; -1 in all other columns. ``None`` when
-            the routing came from ``is_token_in_rank`` or a handle.
+            experts of this rank, in their own columns; -1 in all other columns, and behind the
+            real tokens. ``None`` when the routing came from ``is_token_in_rank`` or a handle,
+            and in the expanded layout.
         recv_topk_weights: ``[N, K]`` float32; the weight where ``recv_topk_idx`` holds an
             expert, +0 where it is -1. In a cached call: the weights as passed, all K columns,
-            unmasked. ``None`` when no weights were passed.
-        num_recv_tokens_per_expert_list: El ints: rows with that local expert, rounded up to a
-            multiple of ``expert_alignment`` (0 stays 0). Only these counts are rounded; rows are
-            not padded. ``[]`` without ``topk_idx`` (and, in the library, when the host does not
-            wait for the counts). In a cached call: the given handle's list.
+            unmasked, and +0 behind the real tokens. Expanded, cached or not: ``[rows]``, the
+            weight of the choice whose copy the row is. ``None`` when no weights were passed.
+        num_recv_tokens_per_expert_list: El ints: tokens with that local expert, rounded up to a
+            multiple of ``expert_alignment`` (0 stays 0). Only in the expanded layout are rows
+            padded accordingly. ``[]`` without ``topk_idx``, and where the host does not wait for
+            the counts. In a cached call: the given handle's list.
         handle: The routing. In a cached call: the given handle itself.
+        defined: ``[rows]`` bool: rows of ``recv_x`` (and of expanded weights) whose content is
+            said. The others lie behind the real ones, or fill up an expert's rows.
     """
 
-    recv_x: Array
+    recv_x: Rows
     recv_topk_idx: Array | None
     recv_topk_weights: Array | None
     num_recv_tokens_per_expert_list: list[int]
     handle: Handle
+    defined: Array
 
     @property
     def recv_src_idx(self) -> Array:
@@ -88,50 +83,8 @@ class DispatchResult:
         return self.handle.send_row
 
 
-@dataclass(frozen=True, eq=False)
-class DispatchLayout:
-    """Counts of one rank's own tokens.
-
-    Attributes:
-        num_tokens_per_rank: ``[R]`` int32, tokens that go to each rank; a token counts once a
-            rank, however many of its experts live there.
-        num_tokens_per_expert: ``[E]`` int32, entries of ``topk_idx`` that name each expert.
-        is_token_in_rank: ``[T, R]`` bool.
-    """
-
-    num_tokens_per_rank: Array
-    num_tokens_per_expert: Array
-    is_token_in_rank: Array
-
-
-def get_dispatch_layout(topk_idx: Array, num_experts: int, num_ranks: int) -> DispatchLayout:
-    """Count where one rank's tokens go. Local: needs no other rank.
-
-    Args:
-        topk_idx: ``[T, K]`` int32 or int64, global expert numbers. Entries outside 0..E-1 are
-            ignored, and an expert named twice by a token is counted twice: this function counts,
-            it does not check.
-        num_experts: E, a multiple of R.
-        num_ranks: R.
-
-    Raises:
-        ValueError: E is not a multiple of R, or ``topk_idx`` is not a table of integers.
-    """
-    _check_experts(num_experts, num_ranks)
-    _check_topk_shape(topk_idx, topk_idx.shape[0], topk_idx.shape, topk_idx.dtype, rank=0)
-    token, column = np.nonzero((topk_idx >= 0) & (topk_idx < num_experts))
-    expert = topk_idx[token, column]
-    in_rank = np.zeros((topk_idx.shape[0], num_ranks), np.bool_)
-    in_rank[token, expert // (num_experts // num_ranks)] = True
-    return DispatchLayout(
-        num_tokens_per_rank=in_rank.sum(axis=0, dtype=np.int32),
-        num_tokens_per_expert=np.bincount(expert, minlength=num_experts).astype(np.int32),
-        is_token_in_rank=in_rank,
-    )
-
-
 def dispatch(
-    xs: Sequence[Array],
+    xs: Sequence[Rows],
     *,
     topk_idx: Sequence[Array] | None = None,
     topk_weights: Sequence[Array] | None = None,
@@ -139,6 +92,14 @@ def dispatch(
     handles: Sequence[Handle] | None = None,
     num_experts: int | None = None,
     expert_alignment: int = 1,
+    num_worst_tokens: Sequence[int] | None = None,
+    do_expand: bool = False,
+    do_zero_padding: bool = False,
+    quantize: bool = False,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+    scales_layout: Literal["row", "column"] = "row",
+    recv_stats: Sequence[Array] | None = None,
 ) -> list[DispatchResult]:
     """Send each token's row to every rank it is routed to, once a rank.
 
@@ -153,21 +114,48 @@ def dispatch(
     * ``handles`` (a cached call): every row goes where it went in the dispatch that made the
       handle, so that row n of the new ``recv_x`` is the same token as row n of the old one.
       ``recv_topk_idx`` is ``None``; weights travel only if passed, and then as passed, all K
-      columns, unmasked; list and handle of the result are the given ones. ``topk_idx`` and
-      ``is_token_in_rank`` beside a handle are errors.
+      columns, unmasked; list and handle of the result are the given ones; layout and worst case
+      are the handle's. ``topk_idx`` and ``is_token_in_rank`` beside a handle are errors.
 
     A rank with T = 0 takes part like any other; a rank that receives nothing gets arrays of
     0 rows and the right number of columns and dtype.
 
+    The modes, which go with each other and, but for the expanded layout, with any routing:
+
+    * **Scales.** A row may come with scales, one per 128 channels (``(x, scales)``): they travel
+      with it, bit for bit, and arrive beside it. ``quantize`` casts rows on their way
+      (``reference.quantize``); the result is that of passing the pair it makes.
+    * **No wait** (``num_worst_tokens``): shapes are those of the worst case, so that the host
+      need not know the counts. The real tokens come first; ``recv_src_idx``,
+      ``recv_topk_idx`` and ``expanded_row`` are -1 behind them, weights +0, rows anything. Where
+      some rank would receive more tokens than it made room for, every rank raises.
+    * **Expanded** (``do_expand``, with ``topk_idx``): a row per (received token, local expert it
+      chose), grouped by expert, where each expert's rows begin at a multiple of
+      ``expert_alignment``: a grouped matrix product's input. On the wire a token travels once a
+      rank all the same. Rows that fill up a group hold anything, or, with ``do_zero_padding``,
+      zeros (rows, scales and weights). With ``num_worst_tokens`` W there are
+      ``W * min(K, El) + El * (expert_alignment - 1)`` rows.
+
     Args:
-        xs: Per rank ``[T, H]``, any dtype but Python objects; H and dtype equal on all ranks.
+        xs: Per rank ``[T, H]``, any dtype but Python objects; H and dtype equal on all ranks. Or
+            per rank a pair of ``[T, H]`` of a one-byte dtype and scales: float32
+            ``[T, ceil(H / 128)]``, or int32 or uint32 ``[T, ceil(ceil(H / 128) / 4)]``.
         topk_idx: Per rank ``[T, K]`` int32 or int64 (one of the two on all ranks), global expert
             numbers 0..E-1 or -1. Within a token no expert may stand twice.
         topk_weights: Per rank ``[T, K]`` float32; on all ranks or on none.
         is_token_in_rank: Per rank ``[T, R]`` bool.
         handles: Per rank the handle of one earlier dispatch.
         num_experts: E, a multiple of R; needed with ``topk_idx``.
-        expert_alignment: Counts per expert are rounded up to a multiple of this, 1 or more.
+        expert_alignment: Counts per expert are rounded up to a multiple of this, 1 or more. In a
+            cached call the handle's counts.
+        num_worst_tokens: Per rank the most tokens it can receive. Not in a cached call.
+        do_expand: The expanded layout. In a cached call the handle's counts.
+        do_zero_padding: Fill the expanded layout's padding with zeros.
+        quantize: Cast rows of bfloat16, float16 or float32 to FP8.
+        round_scale: Of ``reference.quantize``.
+        use_ue8m0: Of ``reference.quantize``.
+        scales_layout: ``"row"``: received scales are C-ordered, ``"column"``: Fortran-ordered.
+        recv_stats: Per rank ``[El]`` int32, to which the counts are added. Not in a cached call.
 
     Returns:
         One ``DispatchResult`` a rank.
@@ -176,216 +164,146 @@ def dispatch(
         ValueError: An argument breaks one of the rules above; an expert outside -1..E-1; an
             expert twice in one token. The sentence names the rank, and the token if there is one.
     """
-    _check_rows(xs)
+    rows, scales = _split(xs)
+    if quantize:
+        if scales is not None:
+            raise ValueError("dispatch(): quantize does not go with scales")
+        made = [cast(x, round_scale=round_scale, use_ue8m0=use_ue8m0) for x in rows]
+        rows, scales = [pair[0] for pair in made], [pair[1] for pair in made]
+    checks.check_rows(rows)
+    if scales is not None:
+        checks.check_scales(rows, scales)
     if expert_alignment < 1:
         raise ValueError(f"dispatch(): expert_alignment must be 1 or more, got {expert_alignment}")
+    local: Sequence[Array | None] = [None] * len(rows)
     if handles is not None:
         if topk_idx is not None or is_token_in_rank is not None:
             raise ValueError("dispatch(): topk_idx and is_token_in_rank do not go with a handle")
-        return _dispatch_cached(xs, handles, topk_weights)
-    if topk_idx is None:
+        if num_worst_tokens is not None or recv_stats is not None:
+            raise ValueError("dispatch(): num_worst_tokens and recv_stats need topk_idx or a mask")
+        routes = _check_handles(rows, handles)
+    elif topk_idx is None:
         if is_token_in_rank is None:
             raise ValueError("dispatch(): give topk_idx, is_token_in_rank or handles")
-        if topk_weights is not None:
-            raise ValueError("dispatch(): topk_weights need topk_idx or handles")
-        masks = _check_masks(xs, is_token_in_rank)
-        routes = _route(masks)
-        return [
-            DispatchResult(recv_x, None, None, [], handle)
-            for recv_x, handle in zip(_move(xs, routes), routes, strict=True)
+        for name, value in (
+            ("topk_weights", topk_weights),
+            ("do_expand", do_expand or None),
+            ("recv_stats", recv_stats),
+        ):
+            if value is not None:
+                raise ValueError(f"dispatch(): {name} needs topk_idx")
+        routes = route(checks.check_masks(rows, is_token_in_rank))
+    else:
+        if is_token_in_rank is not None:
+            checks.check_masks(rows, is_token_in_rank)
+        routes, local = _choose(rows, topk_idx, num_experts, expert_alignment, do_expand)
+    if num_worst_tokens is not None:
+        checks.check_worst([handle.num_recv_tokens for handle in routes], num_worst_tokens)
+        topk = 0 if topk_idx is None else topk_idx[0].shape[1]
+        num_local = (num_experts or 0) // len(rows)
+        routes = [
+            pad(handle, worst, topk, num_local)
+            for handle, worst in zip(routes, num_worst_tokens, strict=True)
         ]
-    if is_token_in_rank is not None:
-        _check_masks(xs, is_token_in_rank)
-    return _dispatch_topk(xs, topk_idx, topk_weights, num_experts, expert_alignment)
-
-
-def _dispatch_topk(
-    xs: Sequence[Array],
-    topk_idx: Sequence[Array],
-    topk_weights: Sequence[Array] | None,
-    num_experts: int | None,
-    expert_alignment: int,
-) -> list[DispatchResult]:
-    num_ranks = len(xs)
-    if num_experts is None:
-        raise ValueError("dispatch(): topk_idx needs num_experts")
-    _check_experts(num_experts, num_ranks)
-    _check_topk(xs, topk_idx, num_experts)
-    num_local = num_experts // num_ranks
-    masks = [get_dispatch_layout(idx, num_experts, num_ranks).is_token_in_rank for idx in topk_idx]
-    routes = _route(masks)
-    recv_x = _move(xs, routes)
-    recv_idx = _move(topk_idx, routes)
-    recv_weights: Sequence[Array | None] = [None] * num_ranks
-    if topk_weights is not None:
-        _check_weights("dispatch", topk_weights, [len(x) for x in xs], topk_idx[0].shape[1])
-        recv_weights = _move(topk_weights, routes)
+    for handle, stats in zip(routes, recv_stats or (), strict=recv_stats is not None):
+        stats += handle.num_unaligned_recv_tokens_per_expert
+    recv_x = move(rows, routes)
+    recv_scales = None if scales is None else move(scales, routes)
+    weights = _weights(rows, topk_idx, topk_weights, routes, local)
     results = []
     for rank, handle in enumerate(routes):
-        local = recv_idx[rank] - num_local * rank
-        here = (recv_idx[rank] >= 0) & (local >= 0) & (local < num_local)
-        counts = np.bincount(local[here], minlength=num_local)
-        rounded = [-(-int(count) // expert_alignment) * expert_alignment for count in counts]
-        weights = recv_weights[rank]
+        placed = place(recv_x[rank], handle)
+        taken: Rows = placed
+        if recv_scales is not None:
+            order = place(recv_scales[rank], handle)
+            taken = (placed, order if scales_layout == "row" else np.asfortranarray(order))
         results.append(
             DispatchResult(
-                recv_x=recv_x[rank],
-                recv_topk_idx=np.where(here, local, -1).astype(topk_idx[0].dtype),
-                recv_topk_weights=(
-                    None if weights is None else np.where(here, weights, np.float32(0))
-                ),
-                num_recv_tokens_per_expert_list=rounded,
-                handle=replace(handle, num_recv_tokens_per_expert_list=rounded),
+                recv_x=taken,
+                recv_topk_idx=_indices(local[rank], topk_idx, handle),
+                recv_topk_weights=weights[rank],
+                num_recv_tokens_per_expert_list=handle.num_recv_tokens_per_expert_list,
+                handle=handle,
+                defined=defined_rows(handle, zero_padding=do_zero_padding),
             )
         )
     return results
 
 
-def _dispatch_cached(
-    xs: Sequence[Array], handles: Sequence[Handle], topk_weights: Sequence[Array] | None
-) -> list[DispatchResult]:
-    if len(handles) != len(xs):
-        raise ValueError(f"dispatch(): wanted {len(xs)} handles, one a rank, got {len(handles)}")
-    for rank, (x, handle) in enumerate(zip(xs, handles, strict=True)):
+def _split(xs: Sequence[Rows]) -> tuple[list[Array], list[Array] | None]:
+    pairs = [x for x in xs if isinstance(x, tuple)]
+    if not pairs:
+        return [x for x in xs if not isinstance(x, tuple)], None
+    if len(pairs) < len(xs):
+        raise ValueError("dispatch(): scales come with all ranks' rows or with none")
+    return [x for x, _ in pairs], [scales for _, scales in pairs]
+
+
+def _choose(
+    rows: Sequence[Array],
+    topk_idx: Sequence[Array],
+    num_experts: int | None,
+    alignment: int,
+    do_expand: bool,
+) -> tuple[list[Handle], list[Array]]:
+    """The routing by ``topk_idx``, and the received choices in local numbers."""
+    num_ranks = len(rows)
+    if num_experts is None:
+        raise ValueError("dispatch(): topk_idx needs num_experts")
+    checks.check_experts(num_experts, num_ranks)
+    checks.check_topk(rows, topk_idx, num_experts)
+    num_local = num_experts // num_ranks
+    routes = route(
+        [get_dispatch_layout(idx, num_experts, num_ranks).is_token_in_rank for idx in topk_idx]
+    )
+    local = []
+    for rank, idx in enumerate(move(topk_idx, routes)):
+        own = idx - num_local * rank
+        here = (idx >= 0) & (own >= 0) & (own < num_local)
+        local.append(np.where(here, own, -1).astype(idx.dtype))
+    routes = [
+        count_experts(handle, own, num_local, alignment)
+        for handle, own in zip(routes, local, strict=True)
+    ]
+    if do_expand:
+        routes = [expand(handle, own) for handle, own in zip(routes, local, strict=True)]
+    return routes, local
+
+
+def _indices(local: Array | None, topk_idx: Sequence[Array] | None, handle: Handle) -> Array | None:
+    if local is None or topk_idx is None or handle.expanded_row is not None:
+        return None
+    out = np.full((handle.num_rows, local.shape[1]), -1, topk_idx[0].dtype)
+    out[: len(local)] = local
+    return out
+
+
+def _weights(
+    rows: Sequence[Array],
+    topk_idx: Sequence[Array] | None,
+    topk_weights: Sequence[Array] | None,
+    routes: Sequence[Handle],
+    local: Sequence[Array | None],
+) -> Sequence[Array | None]:
+    """Received weights: masked by the choices received with them, in the handle's layout."""
+    if topk_weights is None:
+        return [None] * len(rows)
+    columns = (topk_idx or topk_weights)[0].shape[-1]
+    checks.check_weights("dispatch", topk_weights, [len(x) for x in rows], columns)
+    received = move(topk_weights, routes)
+    return [
+        place_weights(weight if own is None else np.where(own >= 0, weight, np.float32(0)), handle)
+        for weight, own, handle in zip(received, local, routes, strict=True)
+    ]
+
+
+def _check_handles(rows: Sequence[Array], handles: Sequence[Handle]) -> Sequence[Handle]:
+    if len(handles) != len(rows):
+        raise ValueError(f"dispatch(): wanted {len(rows)} handles, one a rank, got {len(handles)}")
+    for rank, (x, handle) in enumerate(zip(rows, handles, strict=True)):
         if len(x) != handle.num_tokens:
             raise ValueError(
                 f"dispatch(): x has {len(x)} tokens, its handle was made for "
                 f"{handle.num_tokens}, on rank {rank}"
             )
-    recv_weights: Sequence[Array | None] = [None] * len(xs)
-    if topk_weights is not None:
-        columns = topk_weights[0].shape[-1]
-        _check_weights("dispatch", topk_weights, [len(x) for x in xs], columns)
-        recv_weights = _move(topk_weights, handles)
-    return [
-        DispatchResult(
-            recv_x=recv_x,
-            recv_topk_idx=None,
-            recv_topk_weights=weights,
-            num_recv_tokens_per_expert_list=handle.num_recv_tokens_per_expert_list,
-            handle=handle,
-        )
-        for recv_x, weights, handle in zip(_move(xs, handles), recv_weights, handles, strict=True)
-    ]
-
-
-def _route(masks: Sequence[Array]) -> list[Handle]:
-    """Number the rows: on each receiver by (source rank, token)."""
-    num_ranks = len(masks)
-    rows = np.array([mask.sum(axis=0) for mask in masks]).reshape(num_ranks, num_ranks)
-    first_row = np.cumsum(rows, axis=0) - rows  # [source, destination]
-    handles = []
-    for rank, mask in enumerate(masks):
-        slot = np.cumsum(mask, axis=0) - 1
-        handles.append(
-            Handle(
-                num_tokens=len(mask),
-                num_recv_tokens=int(rows[:, rank].sum()),
-                recv_src_idx=np.concatenate(
-                    [np.flatnonzero(source[:, rank]) for source in masks]
-                ).astype(np.int32),
-                recv_rows_per_rank=rows[:, rank].astype(np.int32),
-                send_row=np.where(mask, first_row[rank] + slot, -1).astype(np.int32),
-                num_recv_tokens_per_expert_list=[],
-            )
-        )
     return handles
-
-
-def _move(arrays: Sequence[Array], handles: Sequence[Handle]) -> list[Array]:
-    """Carry one row per token to wherever the handles say, as bytes."""
-    dtype, width = arrays[0].dtype, arrays[0].shape[1]
-    sent = [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
-    received = []
-    for handle in handles:
-        out = np.empty((handle.num_recv_tokens, width * dtype.itemsize), np.uint8)
-        ends = np.cumsum(handle.recv_rows_per_rank)
-        for source, end in enumerate(ends):
-            begin = end - handle.recv_rows_per_rank[source]
-            out[begin:end] = sent[source][handle.recv_src_idx[begin:end]]
-        received.append(out.view(dtype))
-    return received
-
-
-def _check_rows(xs: Sequence[Array]) -> None:
-    if not xs:
-        raise ValueError("dispatch(): wanted one x a rank, got none")
-    for rank, x in enumerate(xs):
-        if x.ndim != 2 or x.dtype.hasobject or x.dtype.itemsize == 0:
-            raise ValueError(
-                f"dispatch(): x must be [T, H] of plain bytes, got {x.dtype} {x.shape} "
-                f"on rank {rank}"
-            )
-        if x.dtype != xs[0].dtype or x.shape[1] != xs[0].shape[1]:
-            raise ValueError(
-                f"dispatch(): rows of x are {x.dtype}[{x.shape[1]}] on rank {rank}, "
-                f"{xs[0].dtype}[{xs[0].shape[1]}] on rank 0"
-            )
-
-
-def _check_experts(num_experts: int, num_ranks: int) -> None:
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(
-            f"num_experts must be a positive multiple of the {num_ranks} ranks, got {num_experts}"
-        )
-
-
-def _check_masks(xs: Sequence[Array], masks: Sequence[Array]) -> Sequence[Array]:
-    if len(masks) != len(xs):
-        raise ValueError(f"dispatch(): wanted {len(xs)} masks, one a rank, got {len(masks)}")
-    for rank, (x, mask) in enumerate(zip(xs, masks, strict=True)):
-        if mask.shape != (len(x), len(xs)) or mask.dtype != np.bool_:
-            raise ValueError(
-                f"dispatch(): is_token_in_rank must be bool {(len(x), len(xs))}, "
-                f"got {mask.dtype} {mask.shape} on rank {rank}"
-            )
-    return masks
-
-
-def _check_topk(xs: Sequence[Array], topk_idx: Sequence[Array], num_experts: int) -> None:
-    if len(topk_idx) != len(xs):
-        raise ValueError(f"dispatch(): wanted {len(xs)} topk_idx, one a rank, got {len(topk_idx)}")
-    for rank, (x, idx) in enumerate(zip(xs, topk_idx, strict=True)):
-        _check_topk_shape(idx, len(x), topk_idx[0].shape, topk_idx[0].dtype, rank)
-        bad = np.flatnonzero(((idx < -1) | (idx >= num_experts)).any(axis=1))
-        if bad.size:
-            raise ValueError(
-                f"dispatch(): topk_idx of token {bad[0]} on rank {rank} holds an expert outside "
-                f"-1..{num_experts - 1}"
-            )
-        ordered = np.sort(idx, axis=1)
-        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        bad = np.flatnonzero(twice.any(axis=1))
-        if bad.size:
-            raise ValueError(
-                f"dispatch(): topk_idx of token {bad[0]} on rank {rank} names an expert twice"
-            )
-
-
-def _check_topk_shape(
-    idx: Array, num_tokens: int, shape: tuple[int, ...], dtype: np.dtype[Any], rank: int
-) -> None:
-    if idx.dtype not in (np.int32, np.int64) or idx.dtype != dtype:
-        raise ValueError(
-            "topk_idx must be int32 or int64, the same on all ranks, "
-            f"got {idx.dtype} on rank {rank}"
-        )
-    if idx.ndim != 2 or idx.shape != (num_tokens, *shape[1:]):
-        raise ValueError(
-            f"topk_idx must be [T, K] = {(num_tokens, *shape[1:])}, got {idx.shape} on rank {rank}"
-        )
-
-
-def _check_weights(
-    operation: str, weights: Sequence[Array], num_rows: Sequence[int], num_topk: int
-) -> None:
-    if len(weights) != len(num_rows):
-        raise ValueError(
-            f"{operation}(): wanted {len(num_rows)} topk_weights, one a rank, got {len(weights)}"
-        )
-    for rank, (weight, rows) in enumerate(zip(weights, num_rows, strict=True)):
-        if weight.shape != (rows, num_topk) or weight.dtype != np.float32:
-            raise ValueError(
-                f"{operation}(): topk_weights must be float32 {(rows, num_topk)}, "
-                f"got {weight.dtype} {weight.shape} on rank {rank}"
-            )

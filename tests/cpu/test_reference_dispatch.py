@@ -255,7 +255,7 @@ def test_arguments_that_do_not_go_together_are_refused():
     bad(lambda: dispatch(xs, topk_idx=idx, num_experts=4, expert_alignment=0), "1 or more")
     bad(lambda: dispatch(xs, topk_idx=idx, num_experts=4, handles=handles), "with a handle")
     bad(lambda: dispatch(xs, is_token_in_rank=masks, handles=handles), "with a handle")
-    bad(lambda: dispatch(xs, is_token_in_rank=masks, topk_weights=weights), "topk_weights need")
+    bad(lambda: dispatch(xs, is_token_in_rank=masks, topk_weights=weights), "topk_weights needs")
     bad(lambda: dispatch(xs, is_token_in_rank=masks[::-1]), "rank 0")
     bad(lambda: dispatch(xs, is_token_in_rank=[m.astype(int) for m in masks]), "must be bool")
     bad(lambda: dispatch(xs, is_token_in_rank=masks[:1]), "one a rank")

@@ -1,0 +1,280 @@
+"""Where every row goes: the handle, and the three layouts of what a rank receives.
+
+The letters R, T, H, K, E, El and N are those of the package's docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "DispatchLayout",
+    "Handle",
+    "count_experts",
+    "defined_rows",
+    "expand",
+    "get_dispatch_layout",
+    "move",
+    "pad",
+    "place",
+    "place_weights",
+    "route",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """Who sent what where in one dispatch: what combine and a cached dispatch need. Frozen.
+
+    It knows nothing of the row: one handle serves rows of any H and dtype, any number of times,
+    in any order with other handles. It is not DeepEP V1's tuple of layout arrays. The library's
+    handle also holds its signature (the Buffer, R, T, K, E and where the routing came from; not
+    the row dtype) and the epoch of the dispatch that made it: a handle of another Buffer, or
+    handles of different dispatches on different ranks, are refused on every rank.
+
+    In a dispatch that does not wait for the counts, N below stands for ``num_worst_tokens`` in
+    every shape, and the entries behind the real ones are -1.
+
+    Attributes:
+        num_tokens: T, tokens this rank sent from.
+        num_recv_tokens: N, tokens this rank received, numbered by (source rank, source token).
+        recv_src_idx: ``[N]`` int32, number of the row's token on its source rank.
+        recv_rows_per_rank: ``[R]`` int32, tokens received from each rank; they add up to the
+            real number of received tokens.
+        send_row: ``[T, R]`` int32, number of token t among the received tokens of rank r (those
+            that rank r got from lower ranks, plus the slot among this rank's); -1: not sent to r.
+        num_recv_tokens_per_expert_list: As in ``DispatchResult``.
+        num_unaligned_recv_tokens_per_expert: ``[El]`` int32, received tokens that chose each
+            local expert; ``None`` without choices (DeepEP V2's name).
+        psum_num_recv_tokens_per_expert: ``[El]`` int32; ``None`` without choices. Expanded: the
+            first row of the expert plus its number of tokens. Else: inclusive sums of the counts
+            rounded up to ``expert_alignment`` (so V2).
+        expanded_row: ``[N, K]`` int32, row of ``recv_x`` that holds the copy for choice k of
+            received token n; -1 where that is no expert of this rank. ``None`` unless expanded.
+        num_expanded_tokens: Rows of ``recv_x`` in the expanded layout, else 0 (so V2).
+        expert_alignment: Of the dispatch.
+    """
+
+    num_tokens: int
+    num_recv_tokens: int
+    recv_src_idx: Array
+    recv_rows_per_rank: Array
+    send_row: Array
+    num_recv_tokens_per_expert_list: list[int]
+    num_unaligned_recv_tokens_per_expert: Array | None = None
+    psum_num_recv_tokens_per_expert: Array | None = None
+    expanded_row: Array | None = None
+    num_expanded_tokens: int = 0
+    expert_alignment: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of ``recv_x``, and of the ``y`` that combine takes."""
+        return self.num_recv_tokens if self.expanded_row is None else self.num_expanded_tokens
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Array:
+        """``[R]`` int32, inclusive sums of ``recv_rows_per_rank`` (V2's name)."""
+        sums: Array = np.cumsum(self.recv_rows_per_rank).astype(np.int32)
+        return sums
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens really received."""
+        return int(self.recv_rows_per_rank.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchLayout:
+    """Counts of one rank's own tokens.
+
+    Attributes:
+        num_tokens_per_rank: ``[R]`` int32, tokens that go to each rank; a token counts once a
+            rank, however many of its experts live there.
+        num_tokens_per_expert: ``[E]`` int32, entries of ``topk_idx`` that name each expert.
+        is_token_in_rank: ``[T, R]`` bool.
+    """
+
+    num_tokens_per_rank: Array
+    num_tokens_per_expert: Array
+    is_token_in_rank: Array
+
+
+def get_dispatch_layout(topk_idx: Array, num_experts: int, num_ranks: int) -> DispatchLayout:
+    """Count where one rank's tokens go. Local: needs no other rank.
+
+    Args:
+        topk_idx: ``[T, K]`` int32 or int64, global expert numbers. Entries outside 0..E-1 are
+            ignored, and an expert named twice by a token is counted twice: this function counts,
+            it does not check.
+        num_experts: E, a multiple of R.
+        num_ranks: R.
+
+    Raises:
+        ValueError: E is not a multiple of R, or ``topk_idx`` is not a table of integers.
+    """
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a positive multiple of the {num_ranks} ranks, got {num_experts}"
+        )
+    if topk_idx.ndim != 2 or topk_idx.dtype not in (np.int32, np.int64):
+        raise ValueError(
+            f"topk_idx must be [T, K] of int32 or int64, got {topk_idx.dtype} {topk_idx.shape}"
+        )
+    token, column = np.nonzero((topk_idx >= 0) & (topk_idx < num_experts))
+    expert = topk_idx[token, column]
+    in_rank = np.zeros((topk_idx.shape[0], num_ranks), np.bool_)
+    in_rank[token, expert // (num_experts // num_ranks)] = True
+    return DispatchLayout(
+        num_tokens_per_rank=in_rank.sum(axis=0, dtype=np.int32),
+        num_tokens_per_expert=np.bincount(expert, minlength=num_experts).astype(np.int32),
+        is_token_in_rank=in_rank,
+    )
+
+
+def route(masks: Sequence[Array]) -> list[Handle]:
+    """Number the received tokens: on each receiver by (source rank, token)."""
+    num_ranks = len(masks)
+    rows = np.array([mask.sum(axis=0) for mask in masks]).reshape(num_ranks, num_ranks)
+    first_row = np.cumsum(rows, axis=0) - rows  # [source, destination]
+    handles = []
+    for rank, mask in enumerate(masks):
+        slot = np.cumsum(mask, axis=0) - 1
+        handles.append(
+            Handle(
+                num_tokens=len(mask),
+                num_recv_tokens=int(rows[:, rank].sum()),
+                recv_src_idx=np.concatenate(
+                    [np.flatnonzero(source[:, rank]) for source in masks]
+                ).astype(np.int32),
+                recv_rows_per_rank=rows[:, rank].astype(np.int32),
+                send_row=np.where(mask, first_row[rank] + slot, -1).astype(np.int32),
+                num_recv_tokens_per_expert_list=[],
+            )
+        )
+    return handles
+
+
+def count_experts(handle: Handle, local: Array, num_local: int, alignment: int) -> Handle:
+    """Add the counts per local expert.
+
+    Args:
+        handle: Of ``route``.
+        local: ``[N, K]`` local expert numbers, -1 elsewhere.
+        num_local: El.
+        alignment: Counts are rounded up to a multiple of this.
+    """
+    counts = np.bincount(local[local >= 0], minlength=num_local)
+    rounded = -(-counts // alignment) * alignment
+    return replace(
+        handle,
+        num_recv_tokens_per_expert_list=[int(count) for count in rounded],
+        num_unaligned_recv_tokens_per_expert=counts.astype(np.int32),
+        psum_num_recv_tokens_per_expert=np.cumsum(rounded).astype(np.int32),
+        expert_alignment=alignment,
+    )
+
+
+def expand(handle: Handle, local: Array) -> Handle:
+    """Turn to the expanded layout: a row per (received token, local expert it chose).
+
+    Rows are sorted by local expert, then by received token, that is by source rank and source
+    token; the rows of expert e begin at the sum of the rounded counts of the experts before it.
+
+    Args:
+        handle: Of ``count_experts``.
+        local: As there.
+    """
+    counts = handle.num_unaligned_recv_tokens_per_expert
+    inclusive = handle.psum_num_recv_tokens_per_expert
+    if counts is None or inclusive is None:
+        raise ValueError("expand(): there are no choices to expand by")
+    first_row = np.concatenate([[0], inclusive[:-1]])
+    table = np.full(local.shape, -1, np.int32)
+    for expert, first in enumerate(first_row):
+        token, column = np.nonzero(local == expert)  # ascending tokens; an expert once a token
+        table[token, column] = first + np.arange(len(token))
+    return replace(
+        handle,
+        psum_num_recv_tokens_per_expert=(first_row + counts).astype(np.int32),
+        expanded_row=table,
+        num_expanded_tokens=int(inclusive[-1]),
+    )
+
+
+def pad(handle: Handle, num_worst_tokens: int, num_topk: int, num_local: int) -> Handle:
+    """Give a handle the shapes of the worst case: what no host has waited for."""
+    tail = num_worst_tokens - handle.num_recv_tokens
+    table, rows = handle.expanded_row, 0
+    if table is not None:
+        table = np.pad(table, ((0, tail), (0, 0)), constant_values=-1)
+        rows = num_worst_tokens * min(num_topk, num_local)
+        rows += num_local * (handle.expert_alignment - 1)
+    return replace(
+        handle,
+        num_recv_tokens=num_worst_tokens,
+        recv_src_idx=np.pad(handle.recv_src_idx, (0, tail), constant_values=-1),
+        num_recv_tokens_per_expert_list=[],
+        expanded_row=table,
+        num_expanded_tokens=rows,
+    )
+
+
+def move(arrays: Sequence[Array], handles: Sequence[Handle]) -> list[Array]:
+    """Carry one row per token to wherever the handles say, as bytes; real rows alone."""
+    dtype, width = arrays[0].dtype, arrays[0].shape[1]
+    sent = [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
+    received = []
+    for handle in handles:
+        out = np.empty((handle.num_real_tokens, width * dtype.itemsize), np.uint8)
+        ends = np.cumsum(handle.recv_rows_per_rank)
+        for source, end in enumerate(ends):
+            begin = end - handle.recv_rows_per_rank[source]
+            out[begin:end] = sent[source][handle.recv_src_idx[begin:end]]
+        received.append(out.view(dtype))
+    return received
+
+
+def place(rows: Array, handle: Handle) -> Array:
+    """Put the rows of the real received tokens where the layout wants them; 0 elsewhere."""
+    out = np.zeros((handle.num_rows, rows.shape[1]), rows.dtype)
+    if handle.expanded_row is None:
+        out.view(np.uint8)[: len(rows)] = rows.view(np.uint8)
+        return out
+    token, column = np.nonzero(handle.expanded_row >= 0)
+    out.view(np.uint8)[handle.expanded_row[token, column]] = rows.view(np.uint8)[token]
+    return out
+
+
+def place_weights(weights: Array, handle: Handle) -> Array:
+    """Weights ``[N, K]`` of the real tokens in their layout: ``[N, K]``, or expanded ``[rows]``."""
+    if handle.expanded_row is None:
+        return place(weights, handle)
+    out = np.zeros(handle.num_rows, weights.dtype)
+    token, column = np.nonzero(handle.expanded_row >= 0)
+    out[handle.expanded_row[token, column]] = weights[token, column]
+    return out
+
+
+def defined_rows(handle: Handle, *, zero_padding: bool) -> Array:
+    """``[num_rows]`` bool: rows of ``recv_x`` whose content is said."""
+    out = np.zeros(handle.num_rows, np.bool_)
+    if handle.expanded_row is None:
+        out[: handle.num_real_tokens] = True
+        return out
+    out[handle.expanded_row[handle.expanded_row >= 0]] = True
+    ends, counts = (
+        handle.psum_num_recv_tokens_per_expert,
+        handle.num_unaligned_recv_tokens_per_expert,
+    )
+    if zero_padding and ends is not None and counts is not None:
+        for end, count in zip(ends, counts, strict=True):
+            out[end : end + -count % handle.expert_alignment] = True
+    return out
