@@ -215,8 +215,12 @@ const char* sim_fault_text(u32 i) { return m.trace.faults[i].text.c_str(); }
 int sim_fault_victim(u32 i, u32 j) {
     auto& victims = m.trace.faults[i].victims;
     if (j >= victims.size()) return -2;
-    if (victims[j].first < 0) return -1;
-    return victims[j].first << 16 | victims[j].second;
+    return victims[j].rank < 0 ? -1 : victims[j].rank << 16 | victims[j].op;
+}
+// The operation whose failure excuses that; -1: none.
+int sim_fault_excuse(u32 i, u32 j) {
+    const Victim& victim = m.trace.faults[i].victims[j];
+    return victim.excuse_rank < 0 ? -1 : victim.excuse_rank << 16 | victim.excuse_op;
 }
 
 // What a read command of a rank saw; 0 if it was not reached.

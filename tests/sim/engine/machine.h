@@ -353,7 +353,7 @@ void host_store(u32 rank, Region& region, u64 offset, u32 value);
 Actor actor_of(Thread& t, u8 strength, u32 record);
 bool morally_strong(u32 rank_a, u8 strength_a, u32 rank_b, u8 strength_b);
 void add_fault(const Fault& fault);
-using Victims = std::vector<std::pair<int, int>>;
+using Victims = std::vector<Victim>;
 void race(const char* what, const Actor& a, const Mark& other, Place at, const Victims& victims);
 
 // ---- bulk.cpp ----

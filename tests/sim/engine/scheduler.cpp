@@ -199,7 +199,7 @@ void happen(Event& e) {
     Did did = e.kind == Event::freeze ? Did::freeze : Did::skew;
     if (e.kind == Event::freeze) rank.frozen = true;
     if (e.kind == Event::skew) {
-        rank.launch->blocks[e.block]->skew = e.amount;
+        rank.launch->blocks[e.block]->skew += e.amount;
         make_restless(e.rank, static_cast<int>(e.block), 20000);
     }
     if (e.kind == Event::store) {

@@ -37,12 +37,21 @@ struct Label {
     std::string name;
 };
 
-// A fault, and whose success it spoils: it is a failure only if one of these operations was "ok".
+// An operation whose success a fault spoils: it is a failure only if that one was "ok". Rank -1:
+// always. What another kernel does to its own bytes after an operation that failed there (its
+// excuse) breaks no promise.
+struct Victim {
+    int rank;
+    int op;
+    int excuse_rank = -1;
+    int excuse_op = 0;
+};
+
 struct Fault {
     std::string kind;
     std::string text;
-    std::vector<std::pair<int, int>> victims;  // (rank, op); rank -1: always a failure
-    std::string place;                         // the lines of text it is about
+    std::vector<Victim> victims;
+    std::string place;  // the lines of text it is about
 };
 
 class Trace {

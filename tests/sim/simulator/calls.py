@@ -81,6 +81,8 @@ def random_routing(rng: Rng, world: World, tokens: list[int], use_mask: bool) ->
     if use_mask:
         return Routing(None, None, [rng.random((t, ranks)) < 0.6 for t in tokens])
     topk = int(rng.integers(1, min(experts, 5) + 1))
+    if rng.random() < 0.1:
+        topk = min(experts, int(rng.integers(9, 21)))
     dtype = np.int64 if rng.random() < 0.5 else np.int32
     index = []
     for count in tokens:
@@ -268,6 +270,7 @@ COMBINED = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
     "int8": np.dtype(np.int8),
+    "uint16": np.dtype(np.uint16),
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
 }

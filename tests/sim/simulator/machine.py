@@ -33,18 +33,31 @@ class Loads(IntEnum):
 
 
 @dataclass(frozen=True)
+class Victim:
+    """An operation whose success a fault spoils.
+
+    Attributes:
+        call: (rank, op), ``None`` for "whatever happened".
+        excuse: (rank, op) whose failure makes the fault nobody's, or ``None``.
+    """
+
+    call: tuple[int, int] | None
+    excuse: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class Fault:
     """Something a run must not do.
 
     Attributes:
         kind: A few words, equal for equal faults.
         text: What happened, with the last operations on the bytes.
-        victims: (rank, op) whose success the fault spoils; ``None`` stands for "always".
+        victims: What it spoils.
     """
 
     kind: str
     text: str
-    victims: tuple[tuple[int, int] | None, ...]
+    victims: tuple[Victim, ...]
 
 
 _u32, _u64, _int, _p, _text = (
@@ -73,6 +86,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "sim_fault_kind": (_text, (_u32,)),
     "sim_fault_text": (_text, (_u32,)),
     "sim_fault_victim": (_int, (_u32, _u32)),
+    "sim_fault_excuse": (_int, (_u32, _u32)),
     "sim_read_result": (_u64, (_u32, _u32, _p)),
     "sim_history": (_text, (_u32, _u64, _u64, _u32)),
     "sim_last_of": (_text, (_u32, _u32)),
@@ -198,12 +212,12 @@ class Machine:
         return [self._fault(i) for i in range(count)]
 
     def _fault(self, i: int) -> Fault:
-        victims: list[tuple[int, int] | None] = []
+        victims: list[Victim] = []
         for j in range(1000):
             code = self._do.sim_fault_victim(i, j)
             if code == -2:
                 break
-            victims.append(None if code == -1 else (code >> 16, code & 0xFFFF))
+            victims.append(Victim(_call(code), _call(self._do.sim_fault_excuse(i, j))))
         kind = self._do.sim_fault_kind(i).decode()
         return Fault(kind, self._do.sim_fault_text(i).decode(), tuple(victims))
 
@@ -224,6 +238,10 @@ class Machine:
     def last_of(self, rank: int, most: int) -> str:
         """The last things a rank did, but for loads and barriers."""
         return self._do.sim_last_of(rank, most).decode()
+
+
+def _call(code: int) -> tuple[int, int] | None:
+    return None if code == -1 else (code >> 16, code & 0xFFFF)
 
 
 def with_lines(text: str) -> str:

@@ -98,7 +98,7 @@ class Story:
         self.sizes = focus.row_bytes or ((6, 10, 21) if odd else (16, 48, 80, 272, 384, 20))
         setting = Setting(
             shape=shape,
-            num_experts=ranks * int(rng.integers(1, 4)),
+            num_experts=ranks * int(self.pick((1, 2, 3, 3, 12))),
             max_tokens=8,
             first_epoch=int(self.pick(focus.epochs)),
             byte_wise=any(size % 4 for size in self.sizes),
@@ -237,7 +237,9 @@ class Story:
             world.machine.freeze(rank, step)
         if self.trouble == "skew":
             rank, block = int(rng.integers(world.num_ranks)), int(rng.integers(3))
-            world.machine.skew(rank, block, step, 50 * world.setting.timeout_ns)
+            for _ in range(4):  # a jump only matters while the block waits
+                world.machine.skew(rank, block, step, 50 * world.setting.timeout_ns)
+                step = int(rng.integers(1, 30000))
         if self.trouble == "abort":
             rank = int(rng.integers(world.num_ranks))
             world.machine.host_store(rank, step, world.board, 64 * rank, 1)
