@@ -110,14 +110,17 @@ def _compile(args: argparse.Namespace) -> int:
                 continue
             for loads in args.loads:
                 built = _build(spec, arch, args, loads)
-                rows.append((loads, "cached" if built.cached else "compiled", built.compiled))
+                dynamic = spec.num_shared_bytes(built.request.constants)
+                how = "cached" if built.cached else "compiled"
+                rows.append((loads, how, dynamic, built.compiled))
     return _report(rows, args.strict)
 
 
-def _report(rows: list[tuple[str, str, Compiled]], strict: bool) -> int:
+def _report(rows: list[tuple[str, str, int, Compiled]], strict: bool) -> int:
+    """Print (loads, how, dynamic shared memory, compiled) of each; raise if ``strict`` says so."""
     table = []
     spilling = []
-    for loads, how, compiled in rows:
+    for loads, how, dynamic, compiled in rows:
         used = compiled.resources
         table.append(
             (
@@ -125,7 +128,7 @@ def _report(rows: list[tuple[str, str, Compiled]], strict: bool) -> int:
                 str(compiled.target),
                 loads,
                 used.registers,
-                used.shared_bytes,
+                used.shared_bytes + dynamic,
                 used.stack_bytes,
                 used.spill_bytes,
                 how,
@@ -180,7 +183,7 @@ def _shape(args: argparse.Namespace, loads: str) -> dict[str, Any]:
     return shape if args.threads is None else {**shape, "num_threads": args.threads}
 
 
-def _compile_file(path: Path, arch: str) -> tuple[str, str, Compiled]:
+def _compile_file(path: Path, arch: str) -> tuple[str, str, int, Compiled]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -192,7 +195,7 @@ def _compile_file(path: Path, arch: str) -> tuple[str, str, Compiled]:
         entry=entry[1] if entry else "",
         target=Target(parse_arch(arch)),
     )
-    return "as in the file", "compiled", compiled
+    return "as in the file", "compiled", 0, compiled
 
 
 def _instruction_table(compiled: Compiled) -> str:

@@ -12,7 +12,9 @@ import pytest
 from deepep_cupy.cli import kernels, ptx
 from deepep_cupy.errors import CompileError, ContractError, DeepEPCupyError
 from deepep_cupy.kernels import kernel_source, list_kernels
+from deepep_cupy.kernels.build import shape_constants
 from deepep_cupy.kernels.inspect import find_tool
+from deepep_cupy.kernels.registry import get_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "barrier"
@@ -87,6 +89,8 @@ def test_compile_prints_what_a_kernel_takes_and_fills_the_cache(capsys):
         [NAME, "sm_90", "coherent"],
     ]
     assert all(line.endswith("compiled") for line in lines[1:])
+    spec = get_kernel(NAME)
+    assert int(lines[1].split()[4]) == spec.num_shared_bytes(shape_constants("sm_80"))
     assert call(kernels, *arguments) == 0
     assert all(line.endswith("cached") for line in capsys.readouterr().out.splitlines()[1:])
 
