@@ -73,9 +73,10 @@ def interface(worker: Worker, buffer: Any, trip: Trip) -> str:
     """Written by a slow kernel on a side stream that the interface names."""
     cupy = worker.xp
     side = cupy.cuda.Stream(non_blocking=True)
-    arrays = {}
+    arrays, sources = {}, []
     for name, value in host_arrays(trip).items():
         right = cupy.asarray(value)
+        sources.append(right)  # read by the side stream later: not to be freed until then
         array = cupy.full(right.shape, -1, right.dtype)
         cupy.cuda.get_current_stream().synchronize()
         with side:

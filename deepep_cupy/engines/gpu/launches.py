@@ -97,7 +97,8 @@ class Kernels:
         self._loaded: dict[str, tuple[KernelSpec, Loaded]] = {}
         trouble = ""
         try:
-            built = build_all(requests, open_cache(), compiles=group.rank == 0, barrier=meet)
+            cache = open_cache()  # a temporary one lasts until everything is loaded
+            built = build_all(requests, cache, compiles=group.rank == 0, barrier=meet)
             for kernel, done in zip(wanted, built, strict=True):
                 self._loaded[kernel.name] = (kernel, load(done.path, kernel.entry))
         except (CompileError, PlatformError) as error:
