@@ -76,6 +76,7 @@ COMBINE = Struct(
         Param("dtype", "u32", doc="kDtype..."),
         Param("rows_offset", "u32", doc="of this rank's rows in its region, in kOffsetUnit"),
         Param("weights_offset", "u32", doc="of this rank's weights, in kOffsetUnit"),
+        Param("layout", "u32", doc="header word: kFlagExpanded | ... for the expanded layout"),
     ),
     "One rank's combine.",
 )

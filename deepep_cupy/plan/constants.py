@@ -14,6 +14,7 @@ from deepep_cupy.plan.headers import (
     WORDS,
     Kind,
     Layout,
+    LayoutFlag,
     RefusalCode,
 )
 from deepep_cupy.plan.layout import (
@@ -139,6 +140,7 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
     constants |= {f"kWord{_camel(word)}": index for index, word in enumerate(WORDS)}
     constants |= {f"kKind{_camel(kind.name)}": int(kind) for kind in Kind}
     constants |= {f"kLayout{_camel(layout.name)}": int(layout) for layout in Layout}
+    constants |= {f"kFlag{_camel(str(flag.name))}": int(flag) for flag in LayoutFlag}
     constants |= {f"kDtype{_camel(name)}": code for name, code in DTYPE_CODES.items()}
     constants |= {f"kRefusal{_camel(code.name)}": int(code) for code in RefusalCode}
     return constants

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepep_cupy.engines.base import CombineCall, CombineOutput, Routing
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind
+from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout
 from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.transport.block import Block
 
@@ -54,6 +54,7 @@ class Combiner:
                 dtype_code_of(x.dtype),
                 rows_offset // OFFSET_UNIT,
                 weights_offset // OFFSET_UNIT,
+                Layout.NONE,
             )
             launch(core.serial, stream.ptr)
             core.news.at_risk(*staged)

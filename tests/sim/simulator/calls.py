@@ -351,6 +351,7 @@ def _combine_on_rank(
         "dtype": dtype_code(y.dtype.name, y.itemsize),
         "rows_offset": rows // OFFSET_UNIT,
         "weights_offset": weights_at // OFFSET_UNIT,
+        "layout": Layout.NONE,
     }
     bulk = ways.bulk and access == 16
     kernel = "combine_bulk" if bulk else "combine"

@@ -12,21 +12,25 @@ DEVICE u32 token_stride() { return num_blocks() * kNumWarps; }
 
 // ---- opening ----
 
+// What this rank says of its combine. One thread calls it.
+DEVICE void fill_header(const CommParams& c, CommShared& s, const CombineCommon& d) {
+    begin_header(c, s);
+    s.mine[kWordDtype] = d.dtype;
+    s.mine[kWordRowBytes] = d.row_bytes;
+    s.mine[kWordNumTopk] = d.num_topk;
+    s.mine[kWordWeights] = d.has_weights;
+    s.mine[kWordLayout] = d.layout;
+    s.mine[kWordBirth] = ld_u32(d.birth);
+    s.mine[kWordRowsOffset] = d.rows_offset;
+    s.mine[kWordMetaOffset] = d.weights_offset;
+    s.mine[kWordNumRows] = d.num_rows;
+}
+
 // Tells the peers where this rank's rows are. Earlier kernels of the stream wrote them, so they
 // are ready when this kernel starts; the header's release says so.
 DEVICE Verdict open_combine(const CommParams& c, CommShared& s, const CombineCommon& d) {
     if (block_index() == 0) {
-        if (thread_index() == 0) {
-            begin_header(c, s);
-            s.mine[kWordDtype] = d.dtype;
-            s.mine[kWordRowBytes] = d.row_bytes;
-            s.mine[kWordNumTopk] = d.num_topk;
-            s.mine[kWordWeights] = d.has_weights;
-            s.mine[kWordBirth] = ld_u32(d.birth);
-            s.mine[kWordRowsOffset] = d.rows_offset;
-            s.mine[kWordMetaOffset] = d.weights_offset;
-            s.mine[kWordNumRows] = d.num_rows;
-        }
+        if (thread_index() == 0) fill_header(c, s, d);
         block_barrier();
         send_header(c, s);
     }
@@ -65,7 +69,9 @@ DEVICE const u8* source_address(const CommParams& c, const CommShared& s, const 
 
 // ---- weights ----
 
-// combined_weights[token][k] = sum over the ranks that hold the token, ascending, in float32.
+// combined_weights[token][k] = sum over the ranks that hold the token, ascending, in float32; in
+// the expanded layout the one rank that owns choice k has its weight, the others have zeros, and
+// the bits are gathered, so that -0 stays -0.
 DEVICE void combine_weights(const CommParams& c, const CommShared& s, const CombineCommon& d,
                             u32 token, u32 row) {
     bool mine = lane_index() < d.num_topk;
@@ -82,17 +88,20 @@ DEVICE void combine_weights(const CommParams& c, const CommShared& s, const Comb
         }
     }
     f32 sum = 0.0f;
+    u32 gathered = 0;
     bool first = true;
     UNROLL
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
         if (warp_shuffle(row, rank) == ~0u) continue;
         f32 weight = bits_to_f32(bits[rank]);
         sum = first ? weight : sum + weight;
+        gathered |= bits[rank];
         first = false;
     }
     if (mine) {
         u64 entry = static_cast<u64>(token) * d.num_topk + lane_index();
-        st_u32(d.combined_weights + entry, f32_to_bits(sum));
+        bool expanded = (d.layout & kFlagExpanded) != 0u;
+        st_u32(d.combined_weights + entry, expanded ? gathered : f32_to_bits(sum));
     }
 }
 
