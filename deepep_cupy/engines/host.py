@@ -9,12 +9,14 @@ contiguous block of it. All waits are bounded; see ``transport/rendezvous.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepep_cupy.engines.base import (
+    ALL_MODES,
     CombineCall,
     CombineOutput,
     DispatchCall,
@@ -22,25 +24,46 @@ from deepep_cupy.engines.base import (
     DispatchOutput,
     Routing,
 )
+from deepep_cupy.engines.host_layout import (
+    HostRouting,
+    expanded_rows,
+    expanded_weights,
+    frozen,
+    with_experts,
+)
+from deepep_cupy.engines.host_moves import Mover, gather, others, rows_of, terms_of
+from deepep_cupy.engines.host_sums import add, weighted
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan import routing as plan
 from deepep_cupy.plan.headers import (
+    ARGUMENTS,
     WORDS,
     Kind,
     Layout,
+    LayoutFlag,
     Refusal,
+    RefusalCode,
     dtype_code,
+    layout_word,
     verdict,
 )
 from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.reference.quant import quantize
 from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason
 from deepep_cupy.transport.group import Group
 from deepep_cupy.transport.rendezvous import Rendezvous
 from deepep_cupy.transport.wire import CHUNK_BYTES, Wire
 
-__all__ = ["HostEngine"]
+__all__ = ["HostEngine", "HostEvent"]
 
 _FIRST_EPOCH = 1
+
+
+class HostEvent:
+    """The end of an operation that is over when its call returns."""
+
+    def wait(self) -> None:
+        """See ``engines.base.Event``: nothing is left to wait for."""
 
 
 class HostEngine:
@@ -55,6 +78,7 @@ class HostEngine:
 
     name = "host"
     device: int | None = None
+    modes = ALL_MODES
 
     def __init__(
         self,
@@ -68,6 +92,7 @@ class HostEngine:
         self._spec = spec
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         self._wire = Wire(self._rendezvous, chunk_bytes)
+        self._mover = Mover(self._wire, spec)
         self._epoch = _FIRST_EPOCH
         self._generation = 0
 
@@ -94,6 +119,19 @@ class HostEngine:
                 f"rank {self._group.rank}; numpy.ascontiguousarray() makes it so."
             )
         return value.view(np.ndarray)
+
+    def intake_scales(self, operation: str, argument: str, value: object) -> NDArray[Any]:
+        """See ``ModalEngine.intake_scales``."""
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return value.view(np.ndarray)
+        return self.intake(operation, argument, value)
+
+    def capture(self) -> HostEvent:
+        """See ``ModalEngine.capture``: all work is done when its call returns."""
+        return HostEvent()
+
+    def comm_stream(self) -> None:
+        """See ``ModalEngine.comm_stream``: the host has no streams."""
 
     def get_dispatch_layout(self, topk_idx: NDArray[Any], num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
@@ -126,101 +164,213 @@ class HostEngine:
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
-        if call.routing is not None:
-            return self._dispatch_again(call, call.routing)
-        x, topk_idx, spec = call.x, call.topk_idx, self._spec
-        words = self._describe(Kind.DISPATCH, x, call.topk_weights)
-        num_experts = spec.num_experts or 0
-        if topk_idx is None:
-            mask = np.ascontiguousarray(call.is_token_in_rank, np.bool_)
-            words["layout"] = Layout.MASK
-        else:
-            words |= {"layout": Layout.TOPK, "num_topk": topk_idx.shape[1]}
-            words["index_bytes"] = topk_idx.itemsize
-            refusal = plan.check_experts(topk_idx, num_experts)
-            if refusal is not None:
-                words |= {"refusal": refusal.code, "refusal_value": refusal.value}
-            mask = plan.mask_of_choices(topk_idx, num_experts, spec.num_ranks)
+        x, scales = call.x, call.scales
+        if call.quantize is not None:
+            kind = call.quantize
+            x, scales = quantize(x, round_scale=kind.round_scale, use_ue8m0=kind.use_ue8m0)
+        if scales is not None:
+            scales = np.ascontiguousarray(scales)
+        words = self._describe(Kind.DISPATCH, x, call.topk_weights, scales)
+        if call.num_worst_tokens is not None:
+            words["capacity"] = call.num_worst_tokens
+        mask, choices = self._ways(call, words)
+        words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.expand)
         birth = self._epoch
         counts = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
-        send_row = plan.send_rows(mask, counts, spec.rank)
-        bounds = plan.recv_offsets(counts[:, spec.rank])
 
-        senders = [np.flatnonzero(mask[:, rank]) for rank in range(spec.num_ranks)]
-        source = [token.astype(np.int32) for token in senders]
-        recv_x = self._move([_rows(x, token) for token in senders], bounds)
-        recv_src_idx = self._move(source, bounds)
-        recv_topk_idx = recv_topk_weights = None
-        if topk_idx is not None:
-            choices = [
-                plan.local_choices(topk_idx[token], rank, spec.num_local_experts)
-                for rank, token in enumerate(senders)
-            ]
-            recv_topk_idx = self._move(choices, bounds)
-            if call.topk_weights is not None:
-                weights = [
-                    np.where(chosen >= 0, call.topk_weights[token], np.float32(0))
-                    for chosen, token in zip(choices, senders, strict=True)
-                ]
-                recv_topk_weights = self._move(weights, bounds)
-        self._wire.wait("dispatch", "rows")
-        routing = Routing(
-            num_tokens=len(x),
-            num_recv_tokens=bounds[-1],
-            recv_src_idx=_frozen(recv_src_idx),
-            recv_rows_per_rank=_frozen(counts[:, spec.rank].astype(np.int32)),
-            send_row=_frozen(send_row),
-            birth=birth,
-        )
-        per_expert = self._count(recv_topk_idx, call.expert_alignment)
-        return DispatchOutput(recv_x, recv_topk_idx, recv_topk_weights, per_expert, routing)
+        senders = [np.flatnonzero(column) for column in mask.T]
+        bounds = plan.recv_offsets(counts[:, self._spec.rank])
+        num_rows = bounds[-1] if call.num_worst_tokens is None else call.num_worst_tokens
+        if call.routing is not None:
+            num_rows = call.routing.num_recv_tokens
 
-    def _dispatch_again(self, call: DispatchCall, routing: Routing) -> DispatchOutput:
-        """Dispatch other rows the way an earlier call went."""
-        words = self._describe(Kind.DISPATCH, call.x, call.topk_weights)
-        words |= {"layout": Layout.CACHED, "birth": routing.birth}
-        mask = routing.send_row >= 0
-        self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
-        bounds = plan.recv_offsets(routing.recv_rows_per_rank)
-        senders = [np.flatnonzero(mask[:, rank]) for rank in range(self._spec.num_ranks)]
-        recv_x = self._move([_rows(call.x, token) for token in senders], bounds)
-        weights = None
+        def move(parts: list[NDArray[Any]]) -> NDArray[Any]:
+            return self._mover.move(parts, bounds, num_rows)
+
+        local = move(choices) if choices is not None else None
+        recv_x = move([rows_of(x, token) for token in senders])
+        recv_scales = recv_weights = None
+        src_idx = np.zeros(0, np.int32)
+        if scales is not None:
+            recv_scales = move([rows_of(scales, token) for token in senders])
         if call.topk_weights is not None:
-            weights = self._move([_rows(call.topk_weights, token) for token in senders], bounds)
+            recv_weights = move(_weights(call.topk_weights, senders, choices))
+        if call.routing is None:
+            src_idx = move([token.astype(np.int32) for token in senders])
         self._wire.wait("dispatch", "rows")
-        return DispatchOutput(recv_x, None, weights, [], routing)
+        for array, nothing in ((src_idx, -1), (local, -1), (recv_weights, 0)):
+            if array is not None:
+                array[bounds[-1] :] = nothing
+        routing = call.routing
+        if routing is None:
+            made = HostRouting(
+                num_tokens=len(x),
+                num_recv_tokens=num_rows,
+                recv_src_idx=frozen(src_idx),
+                recv_rows_per_rank=frozen(counts[:, self._spec.rank].astype(np.int32)),
+                send_row=frozen(plan.send_rows(mask, counts, self._spec.rank)),
+                birth=birth,
+                waited=call.num_worst_tokens is None,
+                psum_recv_rows=frozen(np.array(bounds[1:], np.int32)),
+            )
+            routing = self._with_choices(call, made, choices, local)
+        return self._laid_out(call, routing, recv_x, recv_scales, recv_weights, local)
+
+    def _with_choices(
+        self,
+        call: DispatchCall,
+        routing: HostRouting,
+        choices: list[NDArray[Any]] | None,
+        local: NDArray[Any] | None,
+    ) -> HostRouting:
+        if choices is None or local is None:
+            return routing
+        routing = with_experts(routing, local, self._spec.num_local_experts, call)
+        if not call.expand:
+            return routing
+        return replace(routing, sent_columns=tuple(frozen(chosen >= 0) for chosen in choices))
+
+    def _ways(
+        self, call: DispatchCall, words: dict[str, int]
+    ) -> tuple[NDArray[np.bool_], list[NDArray[Any]] | None]:
+        """Which token goes where, and what each rank gets to know of its choices."""
+        spec, topk_idx = self._spec, call.topk_idx
+        if call.routing is not None:
+            words |= {"layout": Layout.CACHED, "birth": call.routing.birth}
+            return call.routing.send_row >= 0, None
+        if topk_idx is None:
+            words["layout"] = Layout.MASK
+            return np.ascontiguousarray(call.is_token_in_rank, np.bool_), None
+        words |= {"layout": Layout.TOPK, "num_topk": topk_idx.shape[1]}
+        words["index_bytes"] = topk_idx.itemsize
+        num_experts = spec.num_experts or 0
+        refusal = plan.check_experts(topk_idx, num_experts)
+        if refusal is not None:
+            words |= {"refusal": refusal.code, "refusal_value": refusal.value}
+        mask = plan.mask_of_choices(topk_idx, num_experts, spec.num_ranks)
+        choices = [
+            plan.local_choices(topk_idx[column], rank, spec.num_local_experts)
+            for rank, column in enumerate(mask.T)
+        ]
+        return mask, choices
+
+    def _laid_out(
+        self,
+        call: DispatchCall,
+        routing: Routing,
+        rows: NDArray[Any],
+        scales: NDArray[Any] | None,
+        weights: NDArray[Any] | None,
+        local: NDArray[Any] | None,
+    ) -> DispatchOutput:
+        """Turn what came of the received tokens into the layout of the call."""
+        if routing.expanded:
+            zero = call.zero_padding
+            rows = expanded_rows(routing, rows, zero_padding=zero)
+            if scales is not None:
+                scales = expanded_rows(routing, scales, zero_padding=zero)
+            if weights is not None:
+                weights = expanded_weights(routing, weights, zero_padding=zero)
+        if scales is not None and call.scales_layout == "column":
+            scales = np.asfortranarray(scales)
+        if call.recv_stats is not None:
+            call.recv_stats[...] += routing.expert_counts
+        per_expert: list[int] = []
+        if call.routing is None and routing.waited and routing.expert_counts is not None:
+            unit = call.expert_alignment
+            per_expert = [plan.round_up(int(count), unit) for count in routing.expert_counts]
+        return DispatchOutput(
+            recv_x=rows,
+            recv_topk_idx=None if routing.expanded else local,
+            recv_topk_weights=weights,
+            num_recv_tokens_per_expert=per_expert,
+            routing=routing,
+            recv_scales=scales,
+            event=HostEvent() if call.streams.async_finish else None,
+        )
 
     def combine(self, call: CombineCall) -> CombineOutput:
         """See ``Engine.combine``."""
-        routing = call.routing
-        words = self._describe(Kind.COMBINE, call.x, call.topk_weights)
+        self._check_out(call)
+        routing, dtype = call.routing, call.x.dtype
+        exact = routing.expanded and call.reduce == "exact"
+        words = self._describe(Kind.COMBINE, call.x, call.topk_weights, None)
         words["birth"] = routing.birth
+        words["layout"] = (
+            LayoutFlag.EXPANDED * routing.expanded
+            | LayoutFlag.PER_RANK * (routing.expanded and not exact)
+            | LayoutFlag.ROW_WEIGHTS * (call.row_weights is not None)
+        )
         bounds = plan.recv_offsets(routing.recv_rows_per_rank)
         self._agree("combine", words, np.diff(bounds))
-        tokens = [np.flatnonzero(row >= 0) for row in routing.send_row.T]
-        rows = self._bring_back(call.x, bounds, tokens)
-        weights = None
+
+        rows, row_weights = call.x, call.row_weights
+        if routing.expanded and not exact:
+            rows, row_weights = self._own_sums(call, bounds[-1]), None
+        back = self._mover.bring_back(rows, routing, bounds, copies=exact)
+        factors = weights = None
+        if row_weights is not None:
+            factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
         if call.topk_weights is not None:
-            weights = self._bring_back(call.topk_weights, bounds, tokens)
+            copies = routing.expanded
+            weights = self._mover.bring_back(call.topk_weights, routing, bounds, copies=copies)
         self._wire.wait("combine", "rows")
         shape = (routing.num_tokens, call.x.shape[1])
-        combined_x = _add(shape, call.x.dtype, call.biases, tokens, rows)
+        combined_x = add(shape, dtype, call.biases, terms_of(routing, back, factors, copies=exact))
+        if call.out is not None:
+            call.out[...] = combined_x
+            combined_x = call.out
         combined_weights = None
-        if weights is not None and call.topk_weights is not None:
+        if weights is not None and routing.expanded:
+            combined_weights = gather(routing, weights)
+        elif weights is not None and call.topk_weights is not None:
             shape = (routing.num_tokens, call.topk_weights.shape[1])
-            combined_weights = _add(shape, np.dtype(np.float32), (), tokens, weights)
-        return CombineOutput(combined_x, combined_weights)
+            terms = terms_of(routing, weights, None, copies=False)
+            combined_weights = add(shape, np.dtype(np.float32), (), terms)
+        event = HostEvent() if call.streams.async_finish else None
+        return CombineOutput(combined_x, combined_weights, event)
+
+    def _check_out(self, call: CombineCall) -> None:
+        if call.out is None:
+            return
+        others = (call.x, call.topk_weights, call.row_weights, *call.biases)
+        shared = any(np.may_share_memory(call.out, each) for each in others if each is not None)
+        if shared or not call.out.flags.writeable:
+            why = "share no memory with another argument" if shared else "be writable"
+            raise ContractError(
+                f"combine(): argument 'out' must {why}, on rank {self._spec.rank}.",
+                Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("out")),
+            )
+
+    def _own_sums(self, call: CombineCall, num_real: int) -> NDArray[Any]:
+        """The sum of this rank's copies of each received token, rounded."""
+        terms = []
+        for column in call.routing.expanded_row[:num_real].T:  # type: ignore[index]
+            token = np.flatnonzero(column >= 0)
+            row = column[token]
+            factor = None if call.row_weights is None else call.row_weights[row]
+            terms.append((token, weighted(call.x[row], factor)))
+        return add((num_real, call.x.shape[1]), call.x.dtype, (), terms)
 
     # ------------------------------------------------------------------------------- headers
 
     def _describe(
-        self, kind: Kind, x: NDArray[Any], topk_weights: NDArray[Any] | None
+        self,
+        kind: Kind,
+        x: NDArray[Any],
+        topk_weights: NDArray[Any] | None,
+        scales: NDArray[Any] | None,
     ) -> dict[str, int]:
         name = x.dtype.name if x.dtype.isnative else "swapped bytes"
+        row_bytes = x.shape[1] * x.itemsize
+        if scales is not None:
+            row_bytes += scales.shape[1] * scales.itemsize
         return {
             "kind": kind,
-            "dtype": dtype_code(name, x.itemsize),
-            "row_bytes": x.shape[1] * x.itemsize,
+            "dtype": dtype_code(
+                name, x.itemsize, scales.dtype.name if scales is not None else None
+            ),
+            "row_bytes": row_bytes,
             "num_topk": 0 if topk_weights is None else topk_weights.shape[1],
             "weights": int(topk_weights is not None),
             "num_rows": len(x),
@@ -256,51 +406,16 @@ class HostEngine:
             texts,
             num_max_tokens_per_rank=spec.num_max_tokens_per_rank,
             num_experts=spec.num_experts,
+            counts=headers[:, num_words:].tolist(),
         )
         if wrong is not None:
             raise ContractError(wrong)
-        return headers[:, num_words:]
-
-    # ---------------------------------------------------------------------------------- rows
+        counts_of: NDArray[np.int64] = headers[:, num_words:]
+        return counts_of
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with its own successor."""
-        size = self._spec.num_ranks
-        return [(self._spec.rank + step) % size for step in range(1, size)]
-
-    def _move(self, parts: list[NDArray[Any]], bounds: list[int]) -> NDArray[Any]:
-        """Send ``parts[r]`` to rank r, and receive everyone's part for this rank, in rank order.
-
-        The result is complete after ``self._wire.wait``.
-        """
-        rank = self._spec.rank
-        out = np.empty((bounds[-1], *parts[rank].shape[1:]), parts[rank].dtype)
-        for peer in self._peers():
-            self._wire.receive(peer, out[bounds[peer] : bounds[peer + 1]])
-            self._wire.send(peer, parts[peer])
-        out[bounds[rank] : bounds[rank + 1]] = parts[rank]
-        return out
-
-    def _bring_back(
-        self, x: NDArray[Any], bounds: list[int], tokens: list[NDArray[np.intp]]
-    ) -> list[NDArray[Any]]:
-        """Send each rank its rows of ``x`` back; what each rank holds of this rank's tokens.
-
-        The result is complete after ``self._wire.wait``.
-        """
-        rank = self._spec.rank
-        parts = [np.empty((len(token), *x.shape[1:]), x.dtype) for token in tokens]
-        for peer in self._peers():
-            self._wire.receive(peer, parts[peer])
-            self._wire.send(peer, x[bounds[peer] : bounds[peer + 1]])
-        parts[rank] = x[bounds[rank] : bounds[rank + 1]]
-        return parts
-
-    def _count(self, recv_topk_idx: NDArray[Any] | None, alignment: int) -> list[int]:
-        if recv_topk_idx is None:
-            return []
-        counts = plan.count_per_expert(recv_topk_idx, self._spec.num_local_experts)
-        return [plan.round_up(int(count), alignment) for count in counts]
+        return others(self._spec.rank, self._spec.num_ranks)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -334,49 +449,14 @@ class HostEngine:
         self._wire.drain(operation, everyone[:, 2 + self._spec.rank], self._generation)
 
 
-def _rows(x: NDArray[Any], tokens: NDArray[np.intp]) -> NDArray[Any]:
-    """Rows of the tokens (ascending numbers), without a copy where that is all of them."""
-    return x if len(tokens) == len(x) else x[tokens]
-
-
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array
-
-
-def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Type to add in: the row's own for integers and float64, float32 for shorter floats."""
-    own = dtype.kind in "iu" or dtype == np.float64
-    return dtype if own else np.dtype(np.float32)
-
-
-def _add(
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    biases: tuple[NDArray[Any], ...],
-    tokens: list[NDArray[np.intp]],
-    rows: list[NDArray[Any]],
-) -> NDArray[Any]:
-    """Add biases, then each rank's rows, in this order, and round once.
-
-    Args:
-        shape: ``[T, H]`` of the result.
-        dtype: Its dtype.
-        biases: Arrays of that shape.
-        tokens: For each rank, the tokens it holds rows of.
-        rows: For each rank, those rows.
-    """
-    total = np.zeros(shape, _sum_dtype(dtype))
-    begun = np.zeros(shape[0], np.bool_)
-    with np.errstate(all="ignore"):
-        for number, bias in enumerate(biases):
-            total = total + bias.astype(total.dtype) if number else bias.astype(total.dtype)
-            begun[:] = True
-        for token, part in zip(tokens, rows, strict=True):
-            terms = part.astype(total.dtype)
-            # The first term is taken as it is: 0 + -0 would lose a sign.
-            more = begun[token]
-            total[token[~more]] = terms[~more]
-            total[token[more]] += terms[more]
-            begun[token] = True
-        return total.astype(dtype, copy=False)
+def _weights(
+    topk_weights: NDArray[Any], senders: list[NDArray[Any]], choices: list[NDArray[Any]] | None
+) -> list[NDArray[Any]]:
+    """Weights for each rank: those of its experts, or all where no choices travel with them."""
+    sent = [rows_of(topk_weights, token) for token in senders]
+    if choices is None:
+        return sent
+    return [
+        np.where(chosen >= 0, weights, np.float32(0))
+        for chosen, weights in zip(choices, sent, strict=True)
+    ]
