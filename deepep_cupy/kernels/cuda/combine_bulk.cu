@@ -211,8 +211,9 @@ KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
         for (int set = 0; set < kSets; ++set) mbarrier_init(&s.loaded[warp_index()][set], 1);
         fence_mbarrier_init();
     }
+    u32 birth = read_birth(p.d);
     Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = open_combine(p.comm, s.comm, p.d);
+    if (verdict == kGo) verdict = open_combine(p.comm, s.comm, p.d, birth);
     if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s});
     finish(p.comm, s.comm, p.d, verdict);
 }

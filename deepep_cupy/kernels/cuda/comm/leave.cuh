@@ -95,7 +95,12 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
     if (verdict == kBusy) return false;
     // All accesses of the block's threads precede its arrival (barrier, then release below).
     bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;
-    if (thread_index() == 0) {
+    if (num_blocks() == 1) {
+        if (thread_index() == 0) {
+            s.last = 1;
+            s.failed = failed;
+        }
+    } else if (thread_index() == 0) {
         u32* arrivals = control_u32(own_region(c), kControlArrivals);
         // Release: this block's work. Acquire: what the other blocks released.
         u32 before = atom_add_acq_rel_gpu_u32(arrivals, failed ? 0x10001u : 1u);
