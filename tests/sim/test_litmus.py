@@ -327,7 +327,8 @@ def test_a_loaded_stage_is_read_only_after_its_mbarrier():
     pull = PULL.replace("WAIT(mbarrier_try_wait_parity(loaded, 0));\n", "")
     pull += "FIRST WAIT(mbarrier_try_wait_parity(loaded, 0));"
     outcomes = two_ranks(STORE_ROWS, pull, seeds=100)
-    assert sum(n for kind, n in outcomes.faults.items() if "shared memory" in kind) == 100
+    assert outcomes.num_faulty == 100
+    assert all("shared memory" in kind for kind in outcomes.faults)
 
 
 def test_an_mbarrier_must_be_fenced_before_a_copy_signals_it():
@@ -405,6 +406,41 @@ def test_a_neighbour_blocks_acquire_hides_a_missing_one_on_hopper_only(loads):
 def test_the_ptx_model_wants_an_acquire_whatever_the_load():
     consumer = WARM.replace("LOAD", "ld_no_allocate_v4").replace("ACQUIRE", "")
     assert two_ranks(PRODUCE, consumer, seeds=50).faults[UNORDERED] == 50
+
+
+# ---------------------------------------------------------------- plain accesses to shared memory
+
+
+def test_plain_accesses_to_shared_memory_need_a_barrier():
+    role = """
+        u32* cell = reinterpret_cast<u32*>(stage);
+        cell[thread_index()] = thread_index();
+        block_barrier();
+        if (thread_index() == 3) st_u64(out, cell[31 - thread_index()]);"""
+    clean(run_litmus([(0, 0, role)], num_out=1, seeds=30), (28,))
+    for nothing in ("", "warp_ballot(true);"):
+        racy = role.replace("block_barrier();", nothing)
+        outcomes = run_litmus([(0, 0, racy)], num_out=1, seeds=30)
+        assert outcomes.num_faulty == 30
+        assert any("shared memory" in kind for kind in outcomes.faults)
+
+
+def test_shared_atomics_do_not_race_with_each_other():
+    role = """
+        u32* cell = reinterpret_cast<u32*>(stage);
+        FIRST *cell = 0;
+        block_barrier();
+        shared_add(cell, 2);
+        block_barrier();
+        FIRST st_u64(out, *cell);"""
+    clean(run_litmus([(0, 0, role)], num_out=1, seeds=30), (64,))
+    first, _, last = role.rpartition("block_barrier();")
+    assert run_litmus([(0, 0, first + last)], num_out=1, seeds=30).num_faulty == 30
+
+
+def test_shared_memory_starts_unwritten():
+    outcomes = run_litmus([(0, 0, "FIRST st_u64(out, *stage);")], num_out=1, seeds=5)
+    assert outcomes.faults["read of shared memory that nobody has written"] == 5
 
 
 # ------------------------------------------------------------------------------ execution

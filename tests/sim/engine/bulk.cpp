@@ -24,69 +24,6 @@ Mbarrier& mbarrier_at(Thread& t, void* p, Where where) {
     return found->second;
 }
 
-// ---- shared memory ----
-
-u64 shared_offset(Block& block, const void* p, u32 bytes, Where where) {
-    i64 offset = static_cast<const u8*>(p) - block.shared;
-    i64 size = block.launch->command->shared_bytes;
-    if (offset < 0 || offset + bytes > size || offset % 16 != 0 || bytes % 16 != 0) {
-        fatal(std::string("an address or size that shared memory does not have at ") + where.file +
-              ":" + std::to_string(where.line));
-    }
-    return static_cast<u64>(offset);
-}
-
-void shared_fault(const char* what, const Actor& a, const Mark& other) {
-    const Record* mine = m.trace.find(a.mark.record);
-    const Record* others = m.trace.find(other.record);
-    std::string place = mine ? std::string(mine->where.file) + std::to_string(mine->where.line) : "";
-    Fault fault{what, std::string(what) + "\n  this access     " +
-                (mine ? m.trace.tell(*mine) : "?") + "\n  earlier access  " +
-                (others ? m.trace.tell(*others) : "?"), {{static_cast<int>(a.rank), a.mark.op}}, place};
-    add_fault(fault);
-}
-
-// Has the thread of an ordinary access to shared memory put it before later copies, with a
-// fence.proxy.async.shared::cta of its own that this copy is ordered after?
-bool fenced(const Actor& copy, const Mark& access) {
-    u32 dim = m.fence_of_dim[access.epoch.dim];
-    return dim != 0 && copy.view->clock_of(dim) >= access.epoch.clock;
-}
-
-void check_shared(const Actor& a, const Mark& other, const char* unordered) {
-    if (other.epoch.clock == 0) return;
-    if (!a.knows(other)) {
-        shared_fault(unordered, a, other);
-    } else if (a.mark.engine && !other.engine && !fenced(a, other)) {
-        shared_fault("no proxy fence between an ordinary access to shared memory and a bulk copy",
-                     a, other);
-    }
-}
-
-void shared_access(Block& block, const Actor& a, u64 offset, u32 bytes, bool writing) {
-    for (u64 i = offset / 16; i < (offset + bytes) / 16; ++i) {
-        SharedCell& cell = block.shared_cells[i];
-        check_shared(a, cell.write, writing ? "two writes to shared memory without order"
-                                            : "read of shared memory not ordered after its write");
-        if (writing) {
-            for (const Mark& read : cell.reads) {
-                check_shared(a, read, "shared memory overwritten while it may still be read");
-            }
-            cell.reads.clear();
-            cell.write = a.mark;
-            continue;
-        }
-        bool replaced = false;
-        for (Mark& read : cell.reads) {
-            if (read.epoch.dim == a.mark.epoch.dim) {
-                read = a.mark;
-                replaced = true;
-            }
-        }
-        if (!replaced) cell.reads.push_back(a.mark);
-    }
-}
-
 // ---- mbarriers ----
 
 u64 watch_key(const void* p) { return reinterpret_cast<u64>(p) | 1ull << 63; }
@@ -120,7 +57,7 @@ void read_source(Copy& copy) {
         u32 record = record_copy(t, Did::copy_read, {nullptr, 0}, copy.bytes, copy.clock, copy.where);
         u64 offset = static_cast<u64>(copy.shared - copy.block->shared);
         shared_access(*copy.block, actor_of_copy(copy, t.store_reads, record), offset, copy.bytes,
-                      false);
+                      false, nullptr);
         std::memcpy(copy.data.data(), copy.shared, copy.bytes);
     } else {
         u32 record = record_copy(t, Did::copy_read, at, copy.bytes, copy.clock, copy.where);
@@ -140,7 +77,7 @@ void write_target(Copy& copy) {
         u32 record = record_copy(t, Did::copy_write, {nullptr, 0}, copy.bytes, copy.clock, copy.where);
         u64 offset = static_cast<u64>(copy.shared - copy.block->shared);
         shared_access(*copy.block, actor_of_copy(copy, copy.barrier->dim, record), offset,
-                      copy.bytes, true);
+                      copy.bytes, true, nullptr);
         std::memcpy(copy.shared, copy.data.data(), copy.bytes);
         copy.barrier->bytes -= copy.bytes;
         for (auto& [p, barrier] : copy.block->mbarriers) {
@@ -179,24 +116,6 @@ void start_copy(Thread& t, std::unique_ptr<Copy> copy, const void* global, void*
 }
 
 }  // namespace
-
-void shared_load16(void* out, const void* p, Where where) {
-    Thread& t = *m.current;
-    maybe_switch(t, where);
-    u32 record = record_copy(t, Did::load, {nullptr, 0}, 16, 0, where);
-    shared_access(*t.block, actor_of(t, kWeakAccess, record), shared_offset(*t.block, p, 16, where),
-                  16, false);
-    std::memcpy(out, p, 16);
-}
-
-void shared_store16(void* p, const void* data, Where where) {
-    Thread& t = *m.current;
-    maybe_switch(t, where);
-    u32 record = record_copy(t, Did::store, {nullptr, 0}, 16, 0, where);
-    shared_access(*t.block, actor_of(t, kWeakAccess, record), shared_offset(*t.block, p, 16, where),
-                  16, true);
-    std::memcpy(p, data, 16);
-}
 
 void mbarrier_init(void* p, u32 arrivals, Where where) {
     Thread& t = *m.current;

@@ -142,9 +142,14 @@ struct Warp {
     u64 priority = 0;
 };
 
-struct SharedCell {  // of 16 bytes
-    Mark write;
-    std::vector<Mark> reads;
+struct SharedMark {
+    Mark mark;
+    void* pc = nullptr;  // of a plain access
+};
+struct SharedCell {  // of 4 bytes
+    SharedMark write;
+    std::vector<SharedMark> reads;
+    std::vector<SharedMark> atomics;  // earlier ones, not ordered before `write`
 };
 
 struct Mbarrier {
@@ -356,6 +361,10 @@ void add_fault(const Fault& fault);
 using Victims = std::vector<Victim>;
 void race(const char* what, const Actor& a, const Mark& other, Place at, const Victims& victims);
 
+// ---- shared.cpp ----
+void shared_access(Block& block, const Actor& a, u64 offset, u32 bytes, bool writing, void* pc);
+u64 shared_offset(Block& block, const void* p, u32 bytes, Where where);
+
 // ---- bulk.cpp ----
 void advance_copy(std::size_t index);
 void check_copies_at_exit(Thread& t);
@@ -365,6 +374,7 @@ void run_machine();
 
 // ---- report.cpp ----
 [[noreturn]] void fatal(const std::string& message);
+std::string place_in_library(void* pc);  // "<library+0x12>", for addr2line
 void report_hang(const std::string& why);
 void set_trap();   // plain accesses to simulated addresses become faults of the run
 void lift_trap();

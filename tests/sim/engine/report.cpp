@@ -107,12 +107,7 @@ std::string watched_words(const Thread& t) {
 
 std::string stack_text(const Thread& t) {
     std::string text = "\n        stack";
-    for (void* address : t.fiber.stack_trace(12)) {
-        Dl_info info;
-        if (!dladdr(address, &info) || !info.dli_fname) continue;
-        u64 offset = reinterpret_cast<u64>(address) - reinterpret_cast<u64>(info.dli_fbase);
-        text += std::string(" <") + info.dli_fname + "+" + hex(offset - 1) + ">";
-    }
+    for (void* address : t.fiber.stack_trace(12)) text += " " + place_in_library(address);
     return text;
 }
 
@@ -154,6 +149,13 @@ std::string where_everybody_is() {
 }
 
 }  // namespace
+
+std::string place_in_library(void* pc) {
+    Dl_info info{};
+    if (!pc || !dladdr(pc, &info) || !info.dli_fname) return "";
+    u64 offset = reinterpret_cast<u64>(pc) - reinterpret_cast<u64>(info.dli_fbase);
+    return std::string("<") + info.dli_fname + "+" + hex(offset - 1) + ">";
+}
 
 std::string Trace::name_of(u32 region, u64 offset) const {
     for (const Label& label : labels) {
@@ -242,12 +244,7 @@ void* trapped_address;
 void* trapped_at;
 
 void landing() {
-    Dl_info info{};
-    std::string at = "?";
-    if (dladdr(trapped_at, &info) && info.dli_fname) {
-        u64 offset = reinterpret_cast<u64>(trapped_at) - reinterpret_cast<u64>(info.dli_fbase);
-        at = std::string("<") + info.dli_fname + "+" + hex(offset) + ">";
-    }
+    std::string at = place_in_library(trapped_at);
     fatal("an access without a wrapper to " + hex(reinterpret_cast<u64>(trapped_address)) + " at " + at);
 }
 

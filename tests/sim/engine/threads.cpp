@@ -170,7 +170,7 @@ void start_block(Launch& launch, u32 index) {
     for (u8& byte : block.shared_memory) byte = static_cast<u8>(m.random.next());
     u64 base = reinterpret_cast<u64>(block.shared_memory.data());
     block.shared = block.shared_memory.data() + (128 - base % 128) % 128;
-    block.shared_cells.assign(command.shared_bytes / 16 + 1, {});
+    block.shared_cells.assign(command.shared_bytes / 4 + 4, {});
     block.warps.resize((command.threads + 31) / 32);
     for (u32 w = 0; w < block.warps.size(); ++w) {
         block.warps[w].block = &block;
@@ -241,16 +241,6 @@ u32 warp_meet(WarpOp op, u32 value, u32 source_lane, Where where) {
         suspend(t, State::warp);
     }
     return t.result;
-}
-
-u32 shared_rmw(u32* p, u32 value, int op, Where where) {
-    Thread& t = *m.current;
-    maybe_switch(t, where);
-    u32 before = *p;
-    if (op == 0) *p = before + value;
-    if (op == 1) *p = before | value;
-    if (op == 2) *p = std::min(before, value);
-    return before;
 }
 
 // ---- time and polling ----

@@ -19,7 +19,7 @@ STANDARD = "-std=c++20"
 ENGINE_OPTIONS = (STANDARD, "-O2", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-Wall", "-Wextra")
 KERNEL_OPTIONS = (
     *(STANDARD, "-Og", "-g", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off"),
-    *("-fno-strict-aliasing", "-w"),
+    *("-fno-strict-aliasing", "-w", "-fsanitize=thread"),  # for its hooks: engine/shared.cpp
 )
 
 
@@ -54,7 +54,8 @@ def check_syntax(text: str) -> str:
 
 def build_kernel(text: str) -> Path:
     """Compile a flattened text with its entry to a library that the engine loads."""
-    return _build(text.encode(), ["g++", *KERNEL_OPTIONS, "-shared"], [], ".so")
+    compiled = _build(text.encode(), ["g++", *KERNEL_OPTIONS, "-c"], [], ".o")
+    return _build(compiled.name.encode(), ["g++", "-shared"], [str(compiled)], ".so")
 
 
 def build_engine() -> Path:

@@ -337,6 +337,25 @@ PLANTED: tuple[Planted, ...] = (
         _focus(ROUND, bulk=True, row_bytes=(384,)),
         "combine by bulk copies",
     ),
+    Planted(
+        "block barrier removed (before other warps' counts are read)",
+        ("dispatch",),
+        change(("count_bits(votes); } block_barrier();", "count_bits(votes); }")),
+        _focus(DISPATCH),
+        "dispatch, two warps",
+    ),
+    Planted(
+        "one lane alone waits for the bulk load",
+        ("combine_bulk",),
+        change(
+            (
+                "while (ok && !mbarrier_try_wait_parity(loaded, parity))",
+                "while (ok && lane_index() == 0 && !mbarrier_try_wait_parity(loaded, parity))",
+            )
+        ),
+        _focus(ROUND, bulk=True, row_bytes=(384,)),
+        "combine by bulk copies",
+    ),
 )
 
 

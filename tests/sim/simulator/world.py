@@ -220,6 +220,8 @@ class World:
         layout = spec.layout(self._constants)
         values: dict[str, Any] = {f"comm.{name}": value for name, value in comm.items()}
         values |= {f"d.{name}": value for name, value in (operation or {}).items()}
+        for name, field_ in layout.fields.items():  # 0 means "not used" in every field
+            values.setdefault(name, 0 if field_.count is None else [0] * field_.count)
         values = {name: value for name, value in values.items() if name in layout.fields}
         params = Packed(layout, values, kernel).tobytes()
         path = library(self.setting.shape, kernel, self.setting.edits.get(kernel))
