@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepep_cupy import env
 
@@ -318,12 +318,24 @@ def _read(path: Path) -> Verdict | None:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored.pop("format") != _FORMAT:
             return None
-        readings = tuple(Reading(**each) for each in stored.pop("readings"))
-        verdict = Verdict(readings=readings, **stored)
-        verdict.judge("nc")  # types as they should be, or it raises
+        readings = tuple(_typed(Reading(**each)) for each in stored.pop("readings"))
+        verdict = _typed(Verdict(readings=readings, **stored))
+        verdict.judge("nc")  # unknown protocols raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return verdict
+
+
+_Stored = TypeVar("_Stored", "Reading", "Verdict")
+
+
+def _typed(stored: _Stored) -> _Stored:
+    """Raise TypeError unless all numbers and texts are what they should be."""
+    for field in fields(stored):
+        wanted = {"int": int, "str": str}.get(str(field.type), object)
+        if not isinstance(getattr(stored, field.name), wanted):
+            raise TypeError(field.name)
+    return stored
 
 
 # --------------------------------------------------------------------------------------- choice

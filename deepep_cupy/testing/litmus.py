@@ -61,11 +61,11 @@ _HOW = {
     "relaxed": 0,
     "boundary": _ALONE,
 }
-_PHASES = {
+_PHASES = {  # bits of the fourth word of the board
     1: "the reader's block to start",
     2: "the writer's or the watcher's round",
-    3: "the writer's round, in the watcher",
-    4: "the reader to be ready, in the writer",
+    4: "the writer's round, in the watcher",
+    8: "the reader to be ready, in the writer",
 }
 
 # Where things lie in each rank's memory; what different sides write is on lines of its own.
@@ -362,7 +362,7 @@ class Litmus:
         board = np.zeros(4, np.uint32)
         self._machine.read(self._place.base + _BOARD, board)
         if board[3]:
-            self._error = f"rank 1 gave up waiting for {_PHASES[int(board[3])]}"
+            self._error = f"rank 1 {_gave_up(int(board[3]))}"
 
     def _result(self, test: Test) -> Reading | None:
         board, counts = np.zeros(4, np.uint32), np.zeros(5, np.uint64)
@@ -380,7 +380,7 @@ class Litmus:
         """Why the counts do not count, empty where they do."""
         reader, writer, watcher, phase = board
         if phase:
-            return f"gave up waiting for {_PHASES[phase]}"
+            return _gave_up(phase)
         expected = self._words.num_words * self._words.rounds(test.protocol)
         if test.protocol == "boundary":
             expected += self._words.num_words
@@ -394,6 +394,12 @@ class Litmus:
         if test.producer != "peer" and test.protocol != "boundary" and writer in (0, reader):
             return f"the writer was on SM {writer - 1}, the reader on {reader - 1}"
         return ""
+
+
+def _gave_up(bits: int) -> str:
+    return "gave up waiting for " + "; for ".join(
+        what for bit, what in _PHASES.items() if bits & bit
+    )
 
 
 def _reading(test: Test, error: str = "", **counts: int) -> Reading:

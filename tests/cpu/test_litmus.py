@@ -1,0 +1,312 @@
+"""The litmus module and what drives it, on an interpreter of PTX whose SMs have L1 caches."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepep_cupy.kernels.inspect import find_tool
+from deepep_cupy.plan.policy import PROTOCOLS
+from deepep_cupy.testing import litmus
+from deepep_cupy.testing.litmus import LOADS, WIDTHS, Test, Words
+
+sys.path.insert(0, str(Path(__file__).parent))
+from litmus_model import BASES, NUM_SMS, TEXT, one_rank, two_ranks
+
+FILLS_L1 = {"ld.global", "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last"}
+STALE_IN = {"other SM", "relaxed"}
+"""Protocols in which nothing empties the reader's L1."""
+
+
+def swap(text, old, new):
+    assert text.count(old) == 1, (text.count(old), old)
+    return text.replace(old, new)
+
+
+def assert_as_modelled(reading):
+    """Where L1 is filled and nothing empties it, all words are stale; else none is."""
+    assert not reading.error, reading
+    assert reading.checks > 0
+    stale = reading.checks if reading.load in FILLS_L1 and reading.protocol in STALE_IN else 0
+    assert (reading.stale, reading.torn, reading.wrong) == (stale, 0, 0), reading
+    assert reading.oldest == (4 if stale else 0), reading
+
+
+# -------------------------------------------------------------------------------- every situation
+
+
+@pytest.mark.parametrize("producer", ["kernel", "block"])
+def test_one_gpu(producer):
+    for number, test in enumerate(litmus.tests([producer])):
+        one, _ = one_rank(seed=number)
+        assert_as_modelled(one.run(test))
+
+
+def test_two_gpus():
+    chosen = [
+        test
+        for test in litmus.tests(["peer"])
+        if test.nbytes == 16 or test.load in ("ld.global", "ld.global.nc")
+    ]
+
+    def work(one, machine, rank):
+        return [one.run(test) for test in chosen]
+
+    first, second = two_ranks(work)
+    assert first == second  # all ranks get the same answers
+    assert len(first) == len(chosen)
+    for reading in first:
+        assert_as_modelled(reading)
+
+
+def test_the_rank_that_only_listens_gets_the_answers_too():
+    chosen = Test("kernel", "local", "relaxed", "ld.global.nc", 16)
+    first, second = two_ranks(lambda one, machine, rank: (one.run(chosen), machine.launched))
+    assert first[0] == second[0]
+    assert first[1]
+    assert not second[1]
+    assert_as_modelled(first[0])
+
+
+def test_all_situations_are_there_once():
+    both = list(litmus.tests(["peer", "kernel", "block"]))
+    assert len(both) == len(set(both))
+    loads = len(LOADS) * len(WIDTHS)
+    assert len(both) == loads * (len(PROTOCOLS) * 4 - 1)
+    assert set(litmus._HOW) == set(PROTOCOLS)
+
+
+# ---------------------------------------------------------------------------------- who is where
+
+
+@pytest.mark.parametrize("producer", ["peer", "kernel", "block"])
+@pytest.mark.parametrize("protocol", ["same SM", "other SM"])
+def test_roles_are_on_the_sms_they_must_be_on(producer, protocol):
+    test = Test(producer, "local", protocol, "ld.volatile.global", 16)
+
+    def board(one, machine, rank=0):
+        one.run(test)
+        words = np.zeros(4, np.uint32)
+        machine.read(BASES[rank] + litmus._BOARD, words)
+        return [int(word) for word in words]
+
+    if producer == "peer":
+        reader, _, watcher, gave_up = two_ranks(board)[0]
+    else:
+        reader, writer, watcher, gave_up = board(*one_rank())
+        assert writer not in (0, reader)
+    assert gave_up == 0
+    assert watcher
+    assert (watcher == reader) == (protocol == "same SM")
+
+
+def test_a_watcher_that_finds_no_place_is_told():
+    one, machine = one_rank(Words(8, 4, 0.0002))
+    machine.place = lambda block: min(block, 1)  # nobody beside the reader
+    reading = one.run(Test("block", "local", "same SM", "ld.global", 16))
+    assert re.search("gave up waiting for", reading.error)
+
+
+def test_words_are_rewritten_where_the_pointer_leads():
+    for pointer, home in (("local", 0), ("peer", 1)):
+        test = Test("peer", pointer, "reader", "ld.global.nc", 4)
+
+        def memory(one, machine, rank, test=test):
+            one.run(test)
+            words = np.zeros(4 * 8, np.uint32)
+            machine.read(BASES[rank] + litmus._DATA, words)
+            return words
+
+        rounds = [words & 0xFFFF for words in two_ranks(memory)]
+        assert (rounds[home] == 4).all()
+        assert (rounds[1 - home] == 0).all()
+
+
+# --------------------------------------------------------------------------- what is counted how
+
+STORE = "st.global.v4.u32                 [%rd_at], {%r_w0, %r_w1, %r_w2, %r_w3};"
+
+
+@pytest.mark.parametrize(
+    ("store", "nbytes", "stale", "torn"),
+    [
+        ("st.global.v2.u32 [%rd_at], {%r_w0, %r_w1};", 16, 0, 32),
+        ("st.global.v2.u32 [%rd_at], {%r_w0, %r_w1};", 8, 32, 0),
+        ("st.global.u32 [%rd_at+4], %r_w1;", 16, 0, 32),
+        ("st.global.u32 [%rd_at+4], %r_w1;", 8, 0, 32),
+        ("st.global.u32 [%rd_at+4], %r_w1;", 4, 32, 0),
+    ],
+)
+def test_half_a_word_of_this_round_is_torn_within_a_load_else_stale(store, nbytes, stale, torn):
+    one, _ = one_rank(text=swap(TEXT, STORE, store))
+    reading = one.run(Test("kernel", "local", "reader", "ld.volatile.global", nbytes))
+    assert (reading.stale, reading.torn, reading.wrong) == (stale, torn, 0)
+    assert reading.oldest == 4
+
+
+@pytest.mark.parametrize("change", ["add.u32 %r_w0, %r_w0, 65536;", "add.u32 %r_w0, %r_w0, 1;"])
+def test_what_no_round_ever_wrote_is_wrong(change):
+    """Another word's value, or that of a round to come."""
+    one, _ = one_rank(text=swap(TEXT, STORE, f"{change} {STORE}"))
+    reading = one.run(Test("kernel", "local", "reader", "ld.volatile.global", 16))
+    assert (reading.stale, reading.torn, reading.wrong) == (0, 0, 32)
+
+
+# ------------------------------------------------------------------------------- planted mistakes
+
+MISTAKES = {
+    "the reader does not acquire": ("@%p_watched ld.acquire.gpu", "@%p_watched ld.relaxed.gpu"),
+    "the watcher does not acquire": (
+        "ld.acquire.sys.global.u32        %r_seen, [%rd_flag];",
+        "ld.relaxed.sys.global.u32        %r_seen, [%rd_flag];",
+    ),
+}
+
+
+def test_a_reader_that_does_not_acquire_is_stale():
+    text = swap(TEXT, *MISTAKES["the reader does not acquire"])
+    reading = one_rank(text=text)[0].run(Test("kernel", "local", "handed over", "ld.global", 16))
+    assert reading.stale == reading.checks
+
+
+def test_a_watcher_that_does_not_acquire_leaves_l1_as_it_is():
+    text = swap(TEXT, *MISTAKES["the watcher does not acquire"])
+    reading = one_rank(text=text)[0].run(Test("kernel", "local", "same SM", "ld.global", 16))
+    assert reading.stale == reading.checks
+
+
+# ------------------------------------------------------------------------------------ time limits
+
+WAITS = {
+    "the reader never starts": (
+        "@%p_is st.relaxed.sys.global.u32 [%rd_board], %r_sm;",
+        "@%p_is mov.b32 %r_sm, %r_sm;",
+        "the reader's block to start",
+    ),
+    "the writer never publishes": (
+        "st.relaxed.sys.global.u32        [%rd_flag], %r_round;",
+        "mov.b32 %r_seen, 0;",
+        "the writer's or the watcher's round; for the writer's round, in the watcher",
+    ),
+    "the watcher hands nothing over": (
+        "st.release.gpu.global.u32        [%rd_board+128], %r_round;",
+        "mov.b32 %r_seen, 0;",
+        "the writer's or the watcher's round; for the writer's round",
+    ),
+    "the reader never hands back": (
+        "@!%p_alone st.release.sys.global.u32 [%rd_ack], %r_round;",
+        "@!%p_alone mov.b32 %r_seen, 0;",
+        "the .*; for the reader to be ready, in the writer",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WAITS)
+def test_every_wait_ends(fault):
+    old, new, said = WAITS[fault]
+    one, _ = one_rank(Words(8, 4, 0.0003), text=swap(TEXT, old, new))
+    reading = one.run(Test("kernel", "local", "other SM", "ld.volatile.global", 16))
+    assert re.search(f"gave up waiting for {said}", reading.error), reading.error
+    assert reading.checks == 0 or not reading.bad
+
+
+def test_two_ranks_hear_of_a_peer_that_gave_up():
+    hands_back = "st.release.sys.global.u32 [%rd_ack], %r_round;"
+    text = swap(TEXT, f"@!%p_alone {hands_back}", f"@!%p_first {hands_back}")
+    test = Test("peer", "local", "reader", "ld.volatile.global", 16)
+    readings = two_ranks(lambda one, machine, rank: one.run(test), Words(8, 4, 0.0005), text)
+    assert readings[0] == readings[1]
+    assert "gave up" in readings[0].error
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_exception_on_one_rank_is_an_error_on_both(broken):
+    test = Test("peer", "local", "boundary", "ld.volatile.global", 16)
+
+    def work(one, machine, rank):
+        if rank == broken:
+            machine.launch = None
+        return one.run(test)
+
+    first, second = two_ranks(work)
+    assert first == second
+    assert re.match(f"rank {broken}: TypeError", first.error)
+
+
+def test_every_loop_of_the_text_looks_at_the_clock():
+    body = re.sub(r"//[^\n]*", "", TEXT)
+    for label in ("AWAIT_READER", "LINGER", "WAIT_ROUND", "WATCH_ROUND", "WAIT_READER"):
+        start = body.index(f"{label}:")
+        end = re.compile(rf"bra\s+{label};").search(body, start).end()
+        loop = body[start:end]
+        assert "%globaltimer" in loop, label
+        assert re.search(r"setp\.lt\.u64\s+%p_is, %rd_now, %rd_deadline;", loop), label
+
+
+# --------------------------------------------------------------------------------- text and SASS
+
+
+def test_loads_are_numbered_as_in_the_text():
+    body = re.sub(r"//[^\n]*", "", TEXT)
+    targets = re.search(r"\.branchtargets\s+([^;]+);", body)[1].replace("\n", " ").split(",")
+    targets = [target.strip() for target in targets]
+    assert len(targets) == len(LOADS) * len(WIDTHS)
+    for number, target in enumerate(targets):
+        load, nbytes = LOADS[number // len(WIDTHS)], WIDTHS[number % len(WIDTHS)]
+        block = re.search(rf"^{target}:\n(.*?)^\s+bra\s+JUDGE;", body, re.MULTILINE | re.DOTALL)[1]
+        ops = [line.split()[0] for line in block.splitlines() if line.strip()]
+        vector = {16: ".v4", 8: ".v2", 4: ""}[nbytes]
+        assert ops == [f"{load}{vector}.u32"] * (16 // nbytes), target
+
+
+def sass(arch, tmp_path):
+    import subprocess
+
+    ptxas, nvdisasm = find_tool("ptxas"), find_tool("nvdisasm")
+    if ptxas is None or nvdisasm is None:
+        pytest.skip("needs ptxas and nvdisasm: pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
+    path, cubin = tmp_path / "litmus.ptx", tmp_path / "litmus.cubin"
+    path.write_text(TEXT)
+    subprocess.run([ptxas, f"-arch={arch}", "-o", cubin, path], check=True)
+    done = subprocess.run(
+        [nvdisasm, "--print-code", cubin], capture_output=True, text=True, check=True
+    )
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", done.stdout)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_machine_code_is_what_the_text_says(arch, tmp_path):
+    """No load has become another one, none has left its loop, and nothing but acquires and the
+    writer's fence empties L1."""
+    code = sass(arch, tmp_path)
+    # Between the reader's first read and the store that hands the words back.
+    begin = next(i for i, line in enumerate(code) if "BRX" in line)
+    end = next(i for i, line in enumerate(code) if i > begin and "MEMBAR" in line)
+    reads = [line for line in code[begin:end] if "LDG" in line]
+    assert len(reads) == len(LOADS) * (1 + 2 + 4)
+    assert not [line for line in code[begin : end + 6] if "CCTL" in line]
+    for kind, number in (("CONSTANT", 4), (".EL.", 1), (".NA", 3), ("STRONG.SYS", 2)):
+        assert sum(kind in line for line in reads) == 7 * number, kind
+    # Acquires: two in the reader, one in the watcher, one in the writer; and the writer's fence.
+    assert sum("CCTL.IVALL" in line for line in code) == 5
+
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+def test_the_pattern_tells_word_lane_and_round():
+    words = litmus.pattern(litmus.MAX_WORDS, litmus.MAX_ROUND)
+    assert len(np.unique(words)) == 4 * litmus.MAX_WORDS
+    assert (words & 0xFFFF == litmus.MAX_ROUND).all()
+    assert words[4 * 5 + 3] == (4 * 5 + 3) << 16 | litmus.MAX_ROUND
+
+
+def test_a_boundary_test_reads_on_all_sms_and_one_round_more():
+    one, machine = one_rank()
+    reading = one.run(Test("kernel", "local", "boundary", "ld.global.nc", 16))
+    assert reading.checks == NUM_SMS * 8 * 11
+    assert [values["roles"] for _, _, values in machine.launched] == [1, *[4, 1] * 10]
