@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepep_cupy.api.buffer import Buffer
+    from deepep_cupy.api.events import EventOverlap
     from deepep_cupy.api.handle import DispatchHandle
     from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
+    from deepep_cupy.api.tuning import Config
     from deepep_cupy.errors import (
         CompileError,
         ContractError,
@@ -31,10 +33,12 @@ __all__ = [
     "Buffer",
     "CombineResult",
     "CompileError",
+    "Config",
     "ContractError",
     "DeepEPCupyError",
     "DispatchHandle",
     "DispatchResult",
+    "EventOverlap",
     "LayoutResult",
     "PeerAbortedError",
     "PeerTimeoutError",
@@ -50,10 +54,12 @@ _HOME = {
     "Buffer": "api.buffer",
     "CombineResult": "api.results",
     "CompileError": "errors",
+    "Config": "api.tuning",
     "ContractError": "errors",
     "DeepEPCupyError": "errors",
     "DispatchHandle": "api.handle",
     "DispatchResult": "api.results",
+    "EventOverlap": "api.events",
     "LayoutResult": "api.results",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",

@@ -1,20 +1,18 @@
-"""``Buffer``: the one class a user needs. Sequencing only: checks, engine, results, states."""
+"""``Buffer``: the one class a user needs. Here it is built; see ``operations``, ``lifecycle``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from deepep_cupy import __version__, log
 from deepep_cupy.api.config import BufferArguments, agree
-from deepep_cupy.api.contracts import Checker, DispatchArguments
-from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.api.lifecycle import Lifecycle, State
-from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
+from deepep_cupy.api.contracts import Checker
+from deepep_cupy.api.lifecycle import State
+from deepep_cupy.api.operations import Operations
+from deepep_cupy.engines.base import ModalEngine, modes_of
 from deepep_cupy.engines.select import make_engine
-from deepep_cupy.errors import ContractError, PlatformError, StateError
-from deepep_cupy.plan.headers import Kind
+from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.plan.spec import pool_bytes_hint
 from deepep_cupy.transport.board import AbortBoard
 from deepep_cupy.transport.group import Group
@@ -26,7 +24,7 @@ __all__ = ["Buffer", "State"]
 _serials = itertools.count(1)
 
 
-class Buffer(Lifecycle):
+class Buffer(Operations):
     """Moves rows of arrays to the ranks that hold their experts, and sums them on the way back.
 
     Collective: the constructor, ``dispatch``, ``combine``, ``barrier``, ``reset``, ``close``. All
@@ -105,7 +103,15 @@ class Buffer(Lifecycle):
             raise
         self._guard.keep = self._engine
         self._serial = next(_serials)
-        self._checker = Checker(self._spec, self._serial, self._engine.intake)
+        modes = modes_of(self._engine)
+        self._checker = Checker(
+            self._spec,
+            self._serial,
+            self._engine.intake,
+            modes,
+            cast(ModalEngine, self._engine).intake_scales if "scales" in modes else None,
+        )
+        self._num_sms: int | None = None
         self._state = State.OPEN
 
     # ------------------------------------------------------------------------------ properties
@@ -139,8 +145,14 @@ class Buffer(Lifecycle):
         num_topk: int,
         num_experts: int | None = None,
         dtype: Any = "bfloat16",
+        do_expand: bool = False,
+        expert_alignment: int = 1,
     ) -> int:
-        """Bytes of GPU memory per rank a Buffer of these sizes takes when ``pool_bytes`` is None.
+        """Bytes of GPU memory per rank that a Buffer of these sizes needs.
+
+        Without ``do_expand`` this is what it takes when ``pool_bytes`` is None. The expanded
+        layout needs more where the host does not wait for the counts: then give the
+        constructor this number as ``pool_bytes``.
 
         Collective: no.  Stream: none.  Host sync: no.
 
@@ -151,6 +163,10 @@ class Buffer(Lifecycle):
             num_topk: As for the constructor.
             num_experts: As for the constructor.
             dtype: As for the constructor.
+            do_expand: Make room for the expanded layout's worst case, ``num_ranks`` *
+                ``num_max_tokens_per_rank`` * min(K, El) + El * (``expert_alignment`` - 1) rows
+                for El local experts.
+            expert_alignment: Of those dispatches.
 
         Raises:
             ContractError: An argument is wrong.
@@ -169,209 +185,12 @@ class Buffer(Lifecycle):
             ranks_per_node=None,
         )
         complaint = arguments.complaint(num_ranks)
+        if complaint is None and expert_alignment < 1:
+            complaint = f"argument 'expert_alignment' must be 1 or more, got {expert_alignment}"
         if complaint is not None:
             raise ContractError(f"size_hint(): {complaint}.")
-        return pool_bytes_hint(arguments.spec(0, num_ranks))
-
-    # ------------------------------------------------------------------------------ operations
-
-    def get_dispatch_layout(self, topk_idx: Any, num_experts: int | None = None) -> LayoutResult:
-        """Count where this rank's tokens go. ``dispatch`` does not need it.
-
-        Collective: no.  Stream: current.  Host sync: no.
-
-        Args:
-            topk_idx: ``[T, K]`` int64 or int32, C-contiguous; -1: no choice.
-            num_experts: E; the Buffer's where it is None.
-
-        Returns:
-            num_tokens_per_rank ``[R]`` int32, None, num_tokens_per_expert ``[E]`` int32,
-            is_token_in_rank ``[T, R]`` bool, None.
-
-        Raises:
-            ContractError: On this rank, when an argument is wrong.
-            StateError: The Buffer is closed.
-        """
-        if self._state is State.CLOSED:
-            raise StateError(f"get_dispatch_layout(): {self._closed()}")
-        checked, number = self._checker.layout(topk_idx, num_experts)
-        found = self._engine.get_dispatch_layout(checked, number)
-        return LayoutResult(
-            found.num_tokens_per_rank,
-            None,
-            found.num_tokens_per_expert,
-            found.is_token_in_rank,
-            None,
-        )
-
-    def dispatch(
-        self,
-        x: Any,
-        handle: DispatchHandle | None = None,
-        num_tokens_per_rank: Any = None,
-        num_tokens_per_rdma_rank: Any = None,
-        is_token_in_rank: Any = None,
-        num_tokens_per_expert: Any = None,
-        topk_idx: Any = None,
-        topk_weights: Any = None,
-        expert_alignment: int = 1,
-        *,
-        own: bool = False,
-    ) -> DispatchResult:
-        """Send each token to every rank that holds one of its chosen experts, once a rank.
-
-        Collective: yes.  Stream: current; ``x`` must be ready on it on every rank, or other
-        ranks' results are wrong.  Host sync: yes, for the counts.
-
-        Where the rows go is told by exactly one of ``topk_idx``, ``is_token_in_rank`` and
-        ``handle``; the counts that DeepEP needs beside them are checked for their shape and not
-        used. Rows are moved as bytes and arrive exactly as they are.
-
-        Args:
-            x: ``[T, H]`` of any dtype, C-contiguous; T ≤ ``num_max_tokens_per_rank``.
-            handle: Of an earlier dispatch of this Buffer: send new rows the same ways. All ranks
-                pass the handle of the same call.
-            num_tokens_per_rank: ``[R]`` int32; not needed.
-            num_tokens_per_rdma_rank: ``[1]`` int32; not needed.
-            is_token_in_rank: ``[T, R]`` bool; not needed with ``topk_idx``.
-            num_tokens_per_expert: ``[E]`` int32; not needed.
-            topk_idx: ``[T, K]`` int64 or int32, K ≤ ``num_topk``, each row's experts different;
-                -1: no choice.
-            topk_weights: ``[T, K]`` float32; with ``topk_idx`` or ``handle``.
-            expert_alignment: Round each entry of the list of counts up to a multiple of this.
-            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory.
-
-        Returns:
-            recv_x ``[N, H]`` in the order (source rank, source token); recv_topk_idx ``[N, K]``
-            with this rank's experts numbered from 0 and -1 elsewhere; recv_topk_weights ``[N, K]``
-            with 0 where the index is -1; the list of rows per local expert; the handle; None.
-            With ``handle``: no indices, the weights exactly as passed, the list and the handle
-            that were given.
-
-        Raises:
-            ContractError: On every rank, when an argument is wrong on one or differs between
-                ranks. Nothing moved, and the Buffer stays usable.
-            StateError: The Buffer is closed, or poisoned by an earlier failure.
-            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
-            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
-        """
-        given = DispatchArguments(
-            x=x,
-            handle=handle,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_rank=num_tokens_per_rank,
-            num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
-            num_tokens_per_expert=num_tokens_per_expert,
-            expert_alignment=expert_alignment,
-            own=own,
-        )
-        with self._operation("dispatch", Kind.DISPATCH):
-            call, signature = self._checker.dispatch(given)
-            done = self._engine.dispatch(call)
-        counts = done.num_recv_tokens_per_expert
-        if handle is None:
-            handle = DispatchHandle(done.routing, counts, signature)
-        return DispatchResult(
-            done.recv_x,
-            done.recv_topk_idx,
-            done.recv_topk_weights,
-            handle.num_recv_tokens_per_expert_list,
-            handle,
-            None,
-        )
-
-    def combine(
-        self,
-        x: Any,
-        handle: DispatchHandle,
-        topk_weights: Any = None,
-        bias: Any = None,
-        *,
-        own: bool = False,
-    ) -> CombineResult:
-        """Bring every row back to the rank of its token, and add the rows of each token.
-
-        Collective: yes.  Stream: current; ``x`` must be ready on it on every rank, or other
-        ranks' results are wrong. When it returns, in stream order, ``x`` may be overwritten.
-        Host sync: no.
-
-        A row is added as it is: weights must already be applied to it. Terms are added in the
-        order bias 0, bias 1, rank 0, rank 1, …, in float32 for float16, bfloat16 and float32, in
-        float64 for float64, in the row's own wrapping type for integers, and rounded once.
-
-        Args:
-            x: ``[N, H]``, one row per row that the dispatch of ``handle`` received, C-contiguous.
-            handle: Of the dispatch. All ranks pass the handle of the same call.
-            topk_weights: ``[N, K]`` float32 to be summed over ranks as well.
-            bias: None, one array or two of them, ``[T, H]``, dtype of ``x``.
-            own: On GPUs, copy the result out of the Buffer's pool into ordinary memory.
-
-        Returns:
-            combined_x ``[T, H]``, dtype of ``x``, 0 for a token that went nowhere;
-            combined_topk_weights ``[T, K]`` float32 or None; None.
-
-        Raises:
-            ContractError: On every rank, when an argument is wrong on one or differs between
-                ranks. Nothing moved, and the Buffer stays usable.
-            StateError: The Buffer is closed, or poisoned by an earlier failure.
-            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
-            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
-        """
-        with self._operation("combine", Kind.COMBINE):
-            call = self._checker.combine(x, handle, topk_weights, bias, own=own)
-            done = self._engine.combine(call)
-        return CombineResult(done.combined_x, done.combined_topk_weights, None)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here.
-
-        Collective: yes.  Stream: current, which waits for all ranks' streams.  Host sync: only
-        on the host engine.
-
-        Raises:
-            ContractError: On every rank, when one is in another call.
-            StateError: The Buffer is closed, or poisoned by an earlier failure.
-            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
-            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
-        """
-        with self._operation("barrier", Kind.BARRIER):
-            self._engine.barrier()
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Make an uninitialised array that ``combine`` reads without a copy.
-
-        Collective: no.  Stream: current.  Host sync: no.
-
-        Args:
-            shape: Its shape.
-            dtype: Its dtype.
-
-        Returns:
-            An array in the pool; the memory goes back to the pool when the array dies.
-
-        Raises:
-            StateError: The Buffer is closed.
-        """
-        if self._state is State.CLOSED:
-            raise StateError(f"empty(): {self._closed()}")
-        return self._engine.empty(shape, dtype)
-
-    def check(self) -> None:
-        """Raise what finished operations, or other ranks, have left to be reported.
-
-        Collective: no.  Stream: none.  Host sync: no.
-
-        Raises:
-            StateError: The Buffer is closed, or poisoned by an earlier failure.
-            ContractError: A finished operation was refused; the Buffer stays usable.
-            PeerTimeoutError: A rank was late. The Buffer is poisoned.
-            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
-        """
-        self._must_be_open("check")
-        with self._failures("check"):
-            self._engine.check()
+        alignment = expert_alignment if do_expand else None
+        return pool_bytes_hint(arguments.spec(0, num_ranks), expand_to=alignment)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_engine"):

@@ -109,6 +109,7 @@ class BufferArguments:
             timeout_s=float(self.timeout_s),
             pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
             num_sms=None if self.num_sms is None else int(self.num_sms),
+            one_byte_items=resolve_dtype(self.dtype).itemsize == 1,
         )
 
 

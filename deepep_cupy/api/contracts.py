@@ -7,31 +7,35 @@ here are shapes, dtypes and what goes with what.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from deepep_cupy.api.checking import Checks, is_int
+from deepep_cupy.api.config import resolve_dtype
 from deepep_cupy.api.handle import DispatchHandle, Signature
-from deepep_cupy.engines.base import CombineCall, DispatchCall
-from deepep_cupy.errors import ContractError
-from deepep_cupy.plan.headers import (
-    ARGUMENTS,
-    DTYPE_CODES,
-    Layout,
-    Refusal,
-    RefusalCode,
-    describe_refusal,
+from deepep_cupy.engines.base import (
+    CombineCall,
+    DispatchCall,
+    Quantization,
+    Reduce,
+    ScalesLayout,
 )
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.errors import ContractError
+from deepep_cupy.plan.headers import DTYPE_CODES, Layout, Refusal, RefusalCode, describe_refusal
+from deepep_cupy.plan.routing import num_scales
 
-__all__ = ["Checker", "DispatchArguments"]
-
-Intake = Callable[[str, str, object], Any]
+__all__ = ["Checker", "CombineArguments", "DispatchArguments"]
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SUMMABLE = tuple(name for name in DTYPE_CODES if name not in _FP8)
+_SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
+_QUANTIZABLE = ("bfloat16", "float16", "float32")
+_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
+_SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
+_REDUCES: tuple[Reduce, ...] = ("exact", "per_rank")
+_INT32 = (np.dtype(np.int32),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,27 +52,51 @@ class DispatchArguments:
     num_tokens_per_expert: object
     expert_alignment: object
     own: bool
+    num_worst_tokens: object = 0
+    config: object = None
+    num_sms: int | None = None
+    previous_event: object = None
+    async_finish: object = False
+    allocate_on_comm_stream: object = False
+    dtype: object = None
+    scales_layout: object = "row"
+    quantize: object = None
+    round_scale: object = False
+    use_ue8m0: object = False
+    do_cpu_sync: object = None
+    do_expand: object = None
+    do_zero_padding: object = False
+    cumulative_local_expert_recv_stats: object = None
 
 
-class Checker:
-    """Checks the arguments of one Buffer's calls.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CombineArguments:
+    """What the user passed to ``combine``; see there."""
 
-    Args:
-        spec: Sizes of the Buffer.
-        buffer: Serial number of the Buffer, for handles.
-        intake: ``Engine.intake``.
-    """
+    x: object
+    handle: object
+    topk_weights: object = None
+    bias: object = None
+    own: bool = False
+    config: object = None
+    num_sms: int | None = None
+    previous_event: object = None
+    async_finish: object = False
+    allocate_on_comm_stream: object = False
+    out: object = None
+    reduce: object = "exact"
+    row_weights: object = None
 
-    def __init__(self, spec: BufferSpec, buffer: int, intake: Intake) -> None:
-        self._spec = spec
-        self._buffer = buffer
-        self._intake = intake
+
+class Checker(Checks):
+    """Checks the arguments of one Buffer's calls."""
 
     # ------------------------------------------------------------------------------- dispatch
 
     def dispatch(self, given: DispatchArguments) -> tuple[DispatchCall, Signature]:
         """Check a dispatch; the call for the engine, and the signature of the handle to make."""
-        x = self._rows("dispatch", given.x)
+        quantize = self._quantization(given)
+        x, scales = self._rows_and_scales(given, quantize)
         num_tokens, spec = len(x), self._spec
         if num_tokens > spec.num_max_tokens_per_rank:
             refusal = Refusal(RefusalCode.TOO_MANY_TOKENS, num_tokens)
@@ -83,24 +111,40 @@ class Checker:
             topk_idx = self._choices("dispatch", given.topk_idx, num_tokens)
             signature = self._signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
         elif given.is_token_in_rank is not None:
-            mask = self._take("dispatch", "is_token_in_rank", given.is_token_in_rank)
+            mask = self.take("dispatch", "is_token_in_rank", given.is_token_in_rank)
             signature = self._signature(num_tokens, 0, Layout.MASK)
         else:
-            self._refuse(
+            self.refuse(
                 "dispatch", "", "needs one of topk_idx, is_token_in_rank or handle, got none"
             )
         weights = None
         if given.topk_weights is not None:
             shape = {"num_tokens": num_tokens, "num_topk": signature.num_topk}
-            weights = self._weights("dispatch", given.topk_weights, shape, signature)
+            weights = self.weights("dispatch", "topk_weights", given.topk_weights, shape, signature)
+        expand = self._expansion(given, handle)
+        layout = self._one_of("dispatch", "scales_layout", given.scales_layout, _SCALES_LAYOUTS)
         call = DispatchCall(
             x=x,
             topk_idx=topk_idx,
             topk_weights=weights,
             is_token_in_rank=mask,
             routing=None if handle is None else handle.routing,
-            expert_alignment=self._alignment(given.expert_alignment),
+            expert_alignment=self._alignment(given, handle),
             own=given.own,
+            scales=scales,
+            scales_layout=layout,
+            quantize=quantize,
+            num_worst_tokens=self._worst(given, handle),
+            expand=expand,
+            zero_padding=self._zero_padding(given, expand),
+            recv_stats=self._stats(given),
+            num_sms=self.num_sms("dispatch", given.config) or given.num_sms,
+            streams=self.streams(
+                "dispatch",
+                given.previous_event,
+                given.async_finish,
+                given.allocate_on_comm_stream,
+            ),
         )
         return call, signature
 
@@ -110,14 +154,87 @@ class Checker:
             self._buffer, spec.num_ranks, num_tokens, num_topk, spec.num_experts, layout
         )
 
+    def _rows_and_scales(
+        self, given: DispatchArguments, quantize: Quantization | None
+    ) -> tuple[Any, Any]:
+        rows, scales = given.x, None
+        if isinstance(rows, tuple | list):
+            if quantize is not None:
+                self.refuse("dispatch", "quantize", "casts rows, but x has scales already")
+            if len(rows) != 2:
+                self.refuse(
+                    "dispatch",
+                    "x",
+                    f"must be one array, or a pair of rows and scales, got a "
+                    f"{type(rows).__name__} of {len(rows)}",
+                )
+            self.need("dispatch", "x", "scales")
+            rows, scales = rows
+        x = self.rows("dispatch", rows, 1 if quantize is not None else None)
+        if given.dtype is not None:
+            x = self._viewed(x, given.dtype)
+        if quantize is not None and np.dtype(x.dtype).name not in _QUANTIZABLE:
+            self.refuse(
+                "dispatch",
+                "x",
+                f"must be of {' or '.join(_QUANTIZABLE)} to be cast, got {x.dtype}",
+            )
+        if scales is None:
+            return x, None
+        name = np.dtype(x.dtype).name
+        if x.dtype.itemsize != 1 or name not in DTYPE_CODES:
+            self.refuse(
+                "dispatch",
+                "x",
+                f"must have rows of float8_e4m3fn, float8_e5m2, uint8 or int8 where scales come "
+                f"with it, got {x.dtype}",
+            )
+        array = self.take("dispatch", "scales", scales, strided=True)
+        packed = np.dtype(array.dtype) != np.float32
+        shape = {"num_tokens": len(x), "num_scales": num_scales(x.shape[1], packed=packed)}
+        self.expect("dispatch", "scales", array, shape, _SCALES)
+        return x, array
+
+    def _viewed(self, x: Any, dtype: object) -> Any:
+        try:
+            wanted = resolve_dtype(dtype)
+        except (TypeError, ValueError):
+            self.refuse(
+                "dispatch", "dtype", f"must be a dtype of NumPy or ml_dtypes, got {dtype!r}"
+            )
+        if wanted.itemsize != x.dtype.itemsize:
+            self.refuse(
+                "dispatch",
+                "dtype",
+                f"must have the {x.dtype.itemsize} bytes of an element of x ({x.dtype}), got "
+                f"{wanted}",
+            )
+        return x.view(wanted)
+
+    def _quantization(self, given: DispatchArguments) -> Quantization | None:
+        round_scale = self.flag("dispatch", "round_scale", given.round_scale)
+        use_ue8m0 = self.flag("dispatch", "use_ue8m0", given.use_ue8m0)
+        if given.quantize is None:
+            for argument, value in (("round_scale", round_scale), ("use_ue8m0", use_ue8m0)):
+                if value:
+                    self.refuse("dispatch", argument, "needs quantize='fp8_e4m3'")
+            return None
+        name = self._one_of("dispatch", "quantize", given.quantize, tuple(_FORMATS))
+        self.need("dispatch", "quantize", "quantize")
+        if use_ue8m0 and not round_scale:
+            self.refuse(
+                "dispatch", "use_ue8m0", "needs round_scale=True: only powers of two are exponents"
+            )
+        return Quantization(_FORMATS[name], round_scale, use_ue8m0)
+
     def _cached(self, given: DispatchArguments, num_tokens: int) -> DispatchHandle:
-        handle = self._handle("dispatch", given.handle)
+        handle = self.handle("dispatch", given.handle)
         if given.topk_idx is not None:
-            self._refuse(
+            self.refuse(
                 "dispatch", "topk_idx", "must not be given together with a handle, which fixes it"
             )
         if handle.num_tokens != num_tokens:
-            self._refuse(
+            self.refuse(
                 "dispatch",
                 "x",
                 f"must have as many rows as the dispatch that made the handle, "
@@ -128,32 +245,32 @@ class Checker:
     def _layout_arrays(self, given: DispatchArguments, num_tokens: int) -> None:
         """Shapes and dtypes of what DeepEP needs and we do not."""
         spec = self._spec
-        ranks, int32 = spec.num_ranks, (np.dtype(np.int32),)
+        ranks = spec.num_ranks
         wanted: dict[str, tuple[dict[str, int | None], tuple[np.dtype[Any], ...]]] = {
             "is_token_in_rank": (
                 {"num_tokens": num_tokens, "num_ranks": ranks},
                 (np.dtype(np.bool_),),
             ),
-            "num_tokens_per_rank": ({"num_ranks": ranks}, int32),
-            "num_tokens_per_rdma_rank": ({"num_nodes": 1}, int32),
-            "num_tokens_per_expert": ({"num_experts": spec.num_experts}, int32),
+            "num_tokens_per_rank": ({"num_ranks": ranks}, _INT32),
+            "num_tokens_per_rdma_rank": ({"num_nodes": 1}, _INT32),
+            "num_tokens_per_expert": ({"num_experts": spec.num_experts}, _INT32),
         }
         for argument, (shape, dtypes) in wanted.items():
             value = getattr(given, argument)
             if value is not None:
-                array = self._take("dispatch", argument, value)
-                self._expect("dispatch", argument, array, shape, dtypes)
+                array = self.take("dispatch", argument, value)
+                self.expect("dispatch", argument, array, shape, dtypes)
 
     def _choices(self, operation: str, value: object, num_tokens: int | None) -> Any:
-        topk_idx = self._take(operation, "topk_idx", value)
+        topk_idx = self.take(operation, "topk_idx", value)
         spec = self._spec
         if spec.num_experts is None:
-            self._refuse(operation, "topk_idx", "needs num_experts in the Buffer's constructor")
+            self.refuse(operation, "topk_idx", "needs num_experts in the Buffer's constructor")
         dtypes = (np.dtype(np.int64), np.dtype(np.int32))
         shape = {"num_tokens": num_tokens, "num_topk": None}
-        self._expect(operation, "topk_idx", topk_idx, shape, dtypes)
+        self.expect(operation, "topk_idx", topk_idx, shape, dtypes)
         if not 1 <= topk_idx.shape[1] <= spec.num_topk:
-            self._refuse(
+            self.refuse(
                 operation,
                 "topk_idx",
                 f"must have 1 to num_topk = {spec.num_topk} columns, as the Buffer's constructor "
@@ -161,51 +278,159 @@ class Checker:
             )
         return topk_idx
 
-    def _alignment(self, value: object) -> int:
-        if not _is_int(value) or int(value) < 1:  # type: ignore[call-overload]
-            self._refuse(
-                "dispatch", "expert_alignment", f"must be a whole number from 1 on, got {value!r}"
+    def _alignment(self, given: DispatchArguments, handle: DispatchHandle | None) -> int:
+        value = self.number("dispatch", "expert_alignment", given.expert_alignment, 1, 1 << 30)
+        if handle is None:
+            return value
+        fixed = handle.expert_alignment
+        if handle.do_expand and value not in (1, fixed):
+            self.refuse(
+                "dispatch",
+                "expert_alignment",
+                f"must be that of the dispatch that made the handle, {fixed}, or left out, got "
+                f"{value}",
             )
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        return fixed
+
+    def _expansion(self, given: DispatchArguments, handle: DispatchHandle | None) -> bool:
+        fixed = None if handle is None else handle.do_expand
+        if given.do_expand is None:
+            return bool(fixed)
+        expand = self.flag("dispatch", "do_expand", given.do_expand)
+        if fixed is not None and expand != fixed:
+            self.refuse(
+                "dispatch",
+                "do_expand",
+                f"must be {fixed}, as in the dispatch that made the handle, or left out, got "
+                f"{expand}",
+            )
+        if expand and handle is None:
+            self.need("dispatch", "do_expand", "expand")
+            if given.topk_idx is None:
+                self.refuse("dispatch", "do_expand", "needs topk_idx")
+        return expand
+
+    def _zero_padding(self, given: DispatchArguments, expand: bool) -> bool:
+        zero_padding = self.flag("dispatch", "do_zero_padding", given.do_zero_padding)
+        if zero_padding and not expand:
+            self.refuse("dispatch", "do_zero_padding", "needs do_expand=True")
+        return zero_padding
+
+    def _worst(self, given: DispatchArguments, handle: DispatchHandle | None) -> int | None:
+        """``num_worst_tokens``, or None where the host waits; ``do_cpu_sync`` says it too."""
+        most = self._spec.max_recv_tokens
+        worst = self.number("dispatch", "num_worst_tokens", given.num_worst_tokens, 0, most)
+        sync = given.do_cpu_sync
+        sync = None if sync is None else self.flag("dispatch", "do_cpu_sync", sync)
+        if handle is not None:
+            if sync:
+                self.refuse("dispatch", "do_cpu_sync", "must not be True with a handle")
+            if worst not in (0, handle.num_recv_tokens):
+                self.refuse(
+                    "dispatch",
+                    "num_worst_tokens",
+                    f"must be the {handle.num_recv_tokens} tokens of the handle, or left out, "
+                    f"got {worst}",
+                )
+            return None
+        if worst and sync:
+            self.refuse("dispatch", "do_cpu_sync", "must not be True with num_worst_tokens")
+        if not worst and sync is not False:
+            return None
+        self.need("dispatch", "num_worst_tokens" if worst else "do_cpu_sync", "no_wait")
+        return worst or most
+
+    def _stats(self, given: DispatchArguments) -> Any:
+        name = "cumulative_local_expert_recv_stats"
+        value = given.cumulative_local_expert_recv_stats
+        if value is None:
+            return None
+        self.need("dispatch", name, "stats")
+        if given.topk_idx is None:
+            self.refuse("dispatch", name, "needs topk_idx: the call has no choices to count")
+        stats = self.take("dispatch", name, value)
+        shape = {"num_local_experts": self._spec.num_local_experts}
+        self.expect("dispatch", name, stats, shape, _INT32)
+        self.writable("dispatch", name, stats)
+        return stats
 
     # -------------------------------------------------------------------------------- combine
 
-    def combine(
-        self, x: object, handle: object, topk_weights: object, bias: object, *, own: bool
-    ) -> CombineCall:
+    def combine(self, given: CombineArguments) -> CombineCall:
         """Check a combine."""
-        known = self._handle("combine", handle)
-        rows = self._rows("combine", x)
-        if len(rows) != known.num_recv_tokens:
-            self._refuse(
+        known = self.handle("combine", given.handle)
+        rows = self.rows("combine", given.x)
+        if len(rows) != known.num_rows:
+            self.refuse(
                 "combine",
                 "x",
-                f"must have one row per row the dispatch received, {known.num_recv_tokens}, got "
+                f"must have one row per row that the dispatch returned, {known.num_rows}, got "
                 f"{len(rows)}",
             )
         dtype = np.dtype(rows.dtype)
         if not (dtype.isnative and dtype.name in _SUMMABLE):
             why = " (FP8 rows cannot be added exactly: combine a wider type)"
-            self._refuse(
+            self.refuse(
                 "combine",
                 "x",
                 f"must have a dtype that can be added ({', '.join(_SUMMABLE)}), got {dtype}"
                 f"{why if dtype.name in _FP8 else ''}",
             )
-        weights = None
-        if topk_weights is not None:
+        shape = {"num_rows": len(rows)}
+        if not known.do_expand:
             shape = {"num_recv_tokens": len(rows), "num_topk": known.signature.num_topk}
-            weights = self._weights("combine", topk_weights, shape, known.signature)
+        weights = None
+        if given.topk_weights is not None:
+            weights = self.weights(
+                "combine", "topk_weights", given.topk_weights, shape, known.signature
+            )
+        result = {"num_tokens": known.num_tokens, "hidden": rows.shape[1]}
+        out = None
+        if given.out is not None:
+            self.need("combine", "out", "out")
+            out = self.take("combine", "out", given.out)
+            self.expect("combine", "out", out, result, (dtype,))
+            self.writable("combine", "out", out)
+        return CombineCall(
+            x=rows,
+            routing=known.routing,
+            topk_weights=weights,
+            biases=self._biases(given.bias, result, dtype),
+            own=given.own,
+            reduce=self._one_of("combine", "reduce", given.reduce, _REDUCES),
+            row_weights=self._row_weights(given, known, dtype),
+            out=out,
+            num_sms=self.num_sms("combine", given.config) or given.num_sms,
+            streams=self.streams(
+                "combine", given.previous_event, given.async_finish, given.allocate_on_comm_stream
+            ),
+        )
+
+    def _biases(self, bias: object, shape: dict[str, int], dtype: np.dtype[Any]) -> tuple[Any, ...]:
         given = bias if isinstance(bias, tuple | list) else () if bias is None else (bias,)
         if len(given) > 2:
-            self._refuse("combine", "bias", f"must be at most two arrays, got {len(given)}")
-        shape = {"num_tokens": known.num_tokens, "hidden": rows.shape[1]}
-        biases = tuple(self._take("combine", "bias", each) for each in given)
+            self.refuse("combine", "bias", f"must be at most two arrays, got {len(given)}")
+        biases = tuple(self.take("combine", "bias", each) for each in given)
         for each in biases:
-            self._expect("combine", "bias", each, shape, (dtype,))
-        return CombineCall(
-            x=rows, routing=known.routing, topk_weights=weights, biases=biases, own=own
-        )
+            self.expect("combine", "bias", each, shape, (dtype,))
+        return biases
+
+    def _row_weights(
+        self, given: CombineArguments, known: DispatchHandle, dtype: np.dtype[Any]
+    ) -> Any:
+        if given.row_weights is None:
+            return None
+        if not known.do_expand:
+            self.refuse(
+                "combine",
+                "row_weights",
+                "needs a handle of a dispatch with do_expand=True: other rows are sums over "
+                "experts already",
+            )
+        if dtype.kind in "iu":
+            self.refuse("combine", "row_weights", f"needs rows of floating point, got {dtype}")
+        shape = {"num_rows": known.num_rows}
+        return self.weights("combine", "row_weights", given.row_weights, shape, known.signature)
 
     # ------------------------------------------------------------------------------ the layout
 
@@ -213,104 +438,20 @@ class Checker:
         """Check the arguments of ``get_dispatch_layout``; a failure concerns this rank alone."""
         operation, spec = "get_dispatch_layout", self._spec
         number = spec.num_experts if num_experts is None else num_experts
-        if not _is_int(number) or int(number) < 1 or int(number) % spec.num_ranks:  # type: ignore[call-overload]
-            self._refuse(
+        if not is_int(number) or int(number) < 1 or int(number) % spec.num_ranks:  # type: ignore[call-overload]
+            self.refuse(
                 operation,
                 "num_experts",
                 f"must be a positive multiple of the {spec.num_ranks} ranks, got {number!r}",
             )
-        array = self._take(operation, "topk_idx", topk_idx)
+        array = self.take(operation, "topk_idx", topk_idx)
         dtypes = (np.dtype(np.int64), np.dtype(np.int32))
-        self._expect(operation, "topk_idx", array, {"num_tokens": None, "num_topk": None}, dtypes)
+        self.expect(operation, "topk_idx", array, {"num_tokens": None, "num_topk": None}, dtypes)
         return array, int(number)  # type: ignore[call-overload]
 
-    # ----------------------------------------------------------------------------------- parts
-
-    def _rows(self, operation: str, value: object) -> Any:
-        if isinstance(value, tuple | list):
-            self._refuse(
-                operation,
-                "x",
-                f"must be one array [rows, hidden], got a {type(value).__name__} of {len(value)}; "
-                f"(x, scales) pairs are not supported",
-            )
-        x = self._take(operation, "x", value)
-        self._expect(operation, "x", x, {"rows": None, "hidden": None}, None)
-        row_bytes, most = x.shape[1] * x.dtype.itemsize, self._spec.max_row_bytes
-        if not 1 <= row_bytes <= most:
-            self._refuse(
-                operation,
-                "x",
-                f"must have rows of 1 to {most} bytes (hidden × itemsize of the Buffer's "
-                f"constructor), got {row_bytes} (shape {tuple(x.shape)}, {x.dtype})",
-            )
-        return x
-
-    def _handle(self, operation: str, value: object) -> DispatchHandle:
-        if not isinstance(value, DispatchHandle):
-            self._refuse(
-                operation,
-                "handle",
-                f"must be a handle that dispatch() returned, got {type(value).__name__}",
-            )
-        if value.signature.buffer != self._buffer:
-            self._refuse(operation, "handle", "must be of this Buffer, got one of another Buffer")
-        return value
-
-    def _weights(
-        self, operation: str, value: object, shape: dict[str, int], signature: Signature
-    ) -> Any:
-        if signature.layout == Layout.MASK:
-            self._refuse(
-                operation,
-                "topk_weights",
-                "must not be given where the routing came from is_token_in_rank: there are no "
-                "choices to weigh",
-            )
-        weights = self._take(operation, "topk_weights", value)
-        self._expect(operation, "topk_weights", weights, shape, (np.dtype(np.float32),))
-        return weights
-
-    def _expect(
-        self,
-        operation: str,
-        argument: str,
-        array: Any,
-        shape: dict[str, Any],
-        dtypes: tuple[np.dtype[Any], ...] | None,
-    ) -> None:
-        """Compare shape (None: any length) and dtype (None: any) with what is wanted."""
-        got = tuple(array.shape)
-        sizes = tuple(shape.values())
-        fits = len(got) == len(sizes) and all(
-            want in (None, have) for want, have in zip(sizes, got, strict=True)
-        )
-        if fits and (dtypes is None or np.dtype(array.dtype) in dtypes):
-            return
-        names = ", ".join(shape)
-        numbers = ", ".join("any" if size is None else str(size) for size in sizes)
-        wanted = f"shape [{names}] = [{numbers}]"
-        if dtypes is not None:
-            wanted += f" and dtype {' or '.join(str(dtype) for dtype in dtypes)}"
-        self._refuse(operation, argument, f"must have {wanted}, got shape {got}, {array.dtype}")
-
-    def _take(self, operation: str, argument: str, value: object) -> Any:
-        """The engine's array; whatever it complains about is refused on every rank."""
-        try:
-            return self._intake(operation, argument, value)
-        except ContractError as error:
-            if error.refusal is None:
-                error.refusal = Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index(argument))
-            raise
-
-    def _refuse(self, operation: str, argument: str, complaint: str) -> NoReturn:
-        subject = f"argument '{argument}' " if argument else ""
-        number = ARGUMENTS.index(argument) if argument in ARGUMENTS else 0
-        raise ContractError(
-            f"{operation}(): {subject}{complaint}, on rank {self._spec.rank}.",
-            Refusal(RefusalCode.ARGUMENT, number),
-        )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    def _one_of(self, operation: str, argument: str, value: object, known: tuple[Any, ...]) -> Any:
+        for each in known:
+            if isinstance(value, str) and value == each:
+                return each
+        said = " or ".join(repr(each) for each in known)
+        return self.refuse(operation, argument, f"must be {said}, got {value!r}")

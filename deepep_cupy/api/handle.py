@@ -38,7 +38,11 @@ class DispatchHandle:
 
     Any number of handles may be alive, and be used any number of times, in any order, but all
     ranks use the handles of the same dispatch in the same call. Its arrays must not be written.
-    Not DeepEP V1's tuple: the fields have names.
+    Not DeepEP V1's tuple: the fields have names, and V2's ones are among them.
+
+    Where the dispatch did not wait for its counts, N stands for ``num_worst_tokens`` in every
+    shape; the real numbers are in ``psum_num_recv_tokens_per_scaleup_rank`` and, per expert,
+    ``num_unaligned_recv_tokens_per_expert``, and entries behind the real ones are -1.
 
     Attributes:
         routing: The engine's arrays.
@@ -57,23 +61,74 @@ class DispatchHandle:
 
     @property
     def num_recv_tokens(self) -> int:
-        """N: rows this rank received, and rows ``combine`` takes."""
+        """N: tokens this rank received, and rows ``combine`` takes unless expanded."""
         return self.routing.num_recv_tokens
 
     @property
+    def num_rows(self) -> int:
+        """Rows of ``recv_x``, and rows ``combine`` takes."""
+        return self.routing.num_rows
+
+    @property
+    def counts_known(self) -> bool:
+        """Whether the host waited for the counts, so that N is the real number."""
+        return self.routing.waited
+
+    @property
     def recv_src_idx(self) -> Any:
-        """``[N]`` int32: number of each received row's token on its source rank."""
+        """``[N]`` int32: number of each received token on its source rank."""
         return self.routing.recv_src_idx
 
     @property
     def recv_rows_per_rank(self) -> Any:
-        """``[R]`` int32: rows received from each rank."""
+        """``[R]`` int32: tokens received from each rank."""
         return self.routing.recv_rows_per_rank
 
     @property
     def send_row(self) -> Any:
-        """``[T, R]`` int32: row of token t in rank r's ``recv_x``; -1: not sent there."""
+        """``[T, R]`` int32: number of token t among rank r's received tokens, which is its row of
+        ``recv_x`` unless expanded; -1: not sent there."""
         return self.routing.send_row
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Any:
+        """``[R]`` int32: inclusive sums of ``recv_rows_per_rank``; the last entry is the real
+        number of received tokens. None where the engine counts on the host alone."""
+        return self.routing.psum_recv_rows
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Any:
+        """``[El]`` int32: received tokens per local expert; None without ``topk_idx``, and where
+        the engine counts on the host alone."""
+        return self.routing.expert_counts
+
+    @property
+    def psum_num_recv_tokens_per_expert(self) -> Any:
+        """``[El]`` int32. Expanded: first row of each local expert plus its number of tokens,
+        where its rows end. Else: inclusive sums of the counts, each rounded up to
+        ``expert_alignment``. None where ``num_unaligned_recv_tokens_per_expert`` is."""
+        return self.routing.psum_expert_rows
+
+    @property
+    def do_expand(self) -> bool:
+        """Whether ``recv_x`` has a row per (token, local expert)."""
+        return self.routing.expanded
+
+    @property
+    def expanded_row(self) -> Any:
+        """``[N, K]`` int32: row of ``recv_x`` with the copy for choice k of received token n; -1
+        where that is no expert of this rank. None unless expanded."""
+        return self.routing.expanded_row
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows of ``recv_x`` in the expanded layout, padding included; else 0."""
+        return self.routing.num_expanded_rows
+
+    @property
+    def expert_alignment(self) -> int:
+        """Of the dispatch."""
+        return self.routing.expert_alignment
 
     @property
     def birth(self) -> Any:
@@ -85,5 +140,6 @@ class DispatchHandle:
         return (
             f"DispatchHandle(num_tokens={self.num_tokens}, num_recv_tokens={self.num_recv_tokens},"
             f" num_ranks={signature.num_ranks}, num_topk={signature.num_topk}, "
-            f"num_experts={signature.num_experts}, layout={signature.layout.name.lower()})"
+            f"num_experts={signature.num_experts}, layout={signature.layout.name.lower()}"
+            f"{', expanded' if self.do_expand else ''}{'' if self.counts_known else ', no wait'})"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepep_cupy.plan.routing import num_scales, worst_expanded_rows
+
 __all__ = ["MAX_EXPERTS", "MAX_RANKS", "MAX_TOPK", "BufferSpec", "pool_bytes_hint"]
 
 MAX_RANKS = 8
@@ -28,6 +30,8 @@ class BufferSpec:
         timeout_s: Seconds any wait may last.
         pool_bytes: Bytes of symmetric memory, ``None`` for the default.
         num_sms: Blocks per kernel, ``None`` for the default.
+        one_byte_items: Whether the constructor's dtype has one byte: then scales, 1/32
+            more, come on top of the longest row.
     """
 
     num_ranks: int
@@ -39,6 +43,7 @@ class BufferSpec:
     timeout_s: float
     pool_bytes: int | None = None
     num_sms: int | None = None
+    one_byte_items: bool = False
 
     @property
     def num_local_experts(self) -> int:
@@ -55,17 +60,34 @@ _BLOCK = 512
 """Alignment of blocks in the pool."""
 _LIVE_DISPATCHES = 3
 """Worst-case receives that fit at once: two alive and one under way."""
+_LIVE_EXPANDED = 2
+"""The same of the expanded layout: one alive and one under way."""
 _SLACK = 32 << 20
 
 
-def pool_bytes_hint(spec: BufferSpec) -> int:
+def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
     """Bytes of symmetric memory a Buffer takes per rank when the caller names none.
 
-    Three worst-case receives (``R * M`` rows, with their indices, weights and source tokens), one
-    block of as many rows for expert outputs, and some slack.
+    Three worst-case receives (``R * M`` rows, with their scales, indices, weights and source
+    tokens), one block of as many rows for expert outputs, and some slack.
+
+    Args:
+        spec: Sizes of the Buffer.
+        expand_to: Make room for the expanded layout with this ``expert_alignment`` as well: two
+            of its worst-case receives, and one block of as many rows for expert outputs.
     """
-    rows = spec.max_recv_tokens
-    parts = (spec.max_row_bytes, 8 * spec.num_topk, 4 * spec.num_topk, 4)
-    receive = sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)
-    outputs = -(-rows * spec.max_row_bytes // _BLOCK) * _BLOCK
-    return _LIVE_DISPATCHES * receive + outputs + _SLACK
+    tokens, row = spec.max_recv_tokens, spec.max_row_bytes
+    scales = 4 * num_scales(row, packed=False) if spec.one_byte_items else 0
+    per_token = _blocks(tokens, 8 * spec.num_topk, 4 * spec.num_topk, 4)
+    receive = _blocks(tokens, row, scales) + per_token
+    total = _LIVE_DISPATCHES * receive + _blocks(tokens, row)
+    if expand_to is not None:
+        rows = worst_expanded_rows(tokens, spec.num_topk, spec.num_local_experts, expand_to)
+        expanded = _blocks(rows, row, scales, 4) + _blocks(tokens, 4 * spec.num_topk)
+        total += _LIVE_EXPANDED * expanded + _blocks(rows, row)
+    return total + _SLACK
+
+
+def _blocks(rows: int, *parts: int) -> int:
+    """Bytes of one array of ``rows`` items for each part, each in a block of its own."""
+    return sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deepep_cupy.api.config import BufferArguments, resolve_dtype
-from deepep_cupy.api.contracts import Checker, DispatchArguments
+from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
 from deepep_cupy.api.handle import DispatchHandle, Signature
 from deepep_cupy.engines.base import Routing
 from deepep_cupy.errors import ContractError
@@ -48,7 +48,8 @@ def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
 
 
 def given(**changes):
-    nothing = dict.fromkeys(DispatchArguments.__dataclass_fields__)
+    needed = ("handle", "topk_weights", "is_token_in_rank", "num_tokens_per_rank")
+    nothing = dict.fromkeys((*needed, "num_tokens_per_rdma_rank", "num_tokens_per_expert"))
     right = {
         "x": np.zeros((4, H), np.float32),
         "topk_idx": np.zeros((4, K), np.int64),
@@ -151,7 +152,9 @@ def test_choices_need_experts():
 
 def combine(checker, x=None, known=None, weights=None, bias=None):
     rows = np.zeros((5, H), np.float32) if x is None else x
-    return checker.combine(rows, known or handle(), weights, bias, own=False)
+    return checker.combine(
+        CombineArguments(x=rows, handle=known or handle(), topk_weights=weights, bias=bias)
+    )
 
 
 def test_right_combines(checker):

@@ -210,7 +210,7 @@ def what_deepep_passes(comm):
         assert_same_bits("num_tokens_per_expert", per_expert, want.num_tokens_per_expert)
         assert_same_bits("is_token_in_rank", in_rank, want.is_token_in_rank)
         assert per_rdma is None
-        assert event is None
+        event.current_stream_wait()
         recv_x, _, weights, counts, handle, event = buffer.dispatch(
             x=trip.x[me],
             handle=None,
@@ -357,7 +357,7 @@ def _wrong_dispatches(comm, trip, handle, mask_handle):
     wide = np.zeros((tokens, H * 8), np.float32)
     return [
         ("x", "list", {"x": x.tolist(), "topk_idx": idx}),
-        ("x", "pairs are not supported", {"x": (x, w), "topk_idx": idx}),
+        ("x", "uint8 or int8 where scales", {"x": (x, w), "topk_idx": idx}),
         ("x", "C-contiguous", {"x": np.zeros((3, 2 * H), np.int8)[:, ::2], "topk_idx": idx[:3]}),
         ("x", "shape", {"x": x.reshape(-1), "topk_idx": idx}),
         ("x", "rows of 1 to 80 bytes", {"x": wide, "topk_idx": idx}),
