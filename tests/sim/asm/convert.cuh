@@ -37,3 +37,28 @@ DEVICE u16 cvt_rn_bf16_f32(f32 value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
     return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
+
+constexpr bool kHasCvtE4m3 = true;
+
+// The code of one float: the nearest of the 127 magnitudes, of two equally near ones the even one.
+DEVICE u32 nearest_e4m3(f32 value) {
+    if (value != value) return 0x7fu;
+    u32 sign = f32_to_bits(value) >> 24 & 0x80u;
+    f64 magnitude = bits_to_f32(f32_to_bits(value) & 0x7fffffffu);
+    if (magnitude > 448.0) return sign | 0x7eu;
+    u32 best = 0;
+    f64 best_distance = magnitude;
+    for (u32 code = 1; code <= 0x7eu; ++code) {
+        f64 fraction = code < 8 ? (code & 7u) / 8.0 : 1.0 + (code & 7u) / 8.0;
+        f64 power = static_cast<f64>(1u << (code < 8 ? 1 : code >> 3)) / 128.0;
+        f64 distance = __builtin_fabs(magnitude - fraction * power);
+        if (distance < best_distance || (distance == best_distance && (code & 1u) == 0)) {
+            best = code;
+            best_distance = distance;
+        }
+    }
+    return sign | best;
+}
+DEVICE u16 cvt_rn_satfinite_e4m3x2_f32(f32 high, f32 low) {
+    return static_cast<u16>(nearest_e4m3(high) << 8 | nearest_e4m3(low));
+}

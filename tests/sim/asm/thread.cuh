@@ -24,6 +24,13 @@ DEVICE u32 warp_ballot(bool predicate, sim::Where where = SIM_HERE) {
 DEVICE u32 warp_shuffle(u32 value, u32 source_lane, sim::Where where = SIM_HERE) {
     return sim::warp_meet(sim::WarpOp::shuffle, value, source_lane, where);
 }
+DEVICE u32 warp_match(u32 value, sim::Where where = SIM_HERE) {
+    u32 lanes = 0;
+    for (u32 lane = 0; lane < 32; ++lane) {
+        if (warp_shuffle(value, lane, where) == value) lanes |= 1u << lane;
+    }
+    return lanes;
+}
 DEVICE u32 count_bits(u32 mask) { return static_cast<u32>(__builtin_popcount(mask)); }
 DEVICE u32 lowest_bit(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
 

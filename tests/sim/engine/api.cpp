@@ -167,13 +167,15 @@ void sim_launch(u32 rank, u32 op, void* enter, u32 grid, u32 threads, u32 shared
 }
 
 // A stand-in for another kernel of the same stream: it writes or reads bytes as a user would.
-u32 sim_access(u32 rank, u32 op, u32 region, u64 offset, u64 bytes, const void* data) {
+// `unless`: a 4-byte word, region << 32 | offset; a write is left out when it is not 0. ~0: none.
+u32 sim_access(u32 rank, u32 op, u32 region, u64 offset, u64 bytes, const void* data, u64 unless) {
     Command c;
     c.action = data ? Action::write : Action::read;
     c.op = static_cast<u16>(op);
     c.region = region;
     c.offset = offset;
     c.bytes = bytes;
+    c.unless = unless;
     if (data) c.data.assign(static_cast<const u8*>(data), static_cast<const u8*>(data) + bytes);
     m.ranks[rank].commands.push_back(std::move(c));
     return static_cast<u32>(m.ranks[rank].commands.size() - 1);
@@ -217,12 +219,6 @@ int sim_fault_victim(u32 i, u32 j) {
     if (j >= victims.size()) return -2;
     return victims[j].rank < 0 ? -1 : victims[j].rank << 16 | victims[j].op;
 }
-// The operation whose failure excuses that; -1: none.
-int sim_fault_excuse(u32 i, u32 j) {
-    const Victim& victim = m.trace.faults[i].victims[j];
-    return victim.excuse_rank < 0 ? -1 : victim.excuse_rank << 16 | victim.excuse_op;
-}
-
 // What a read command of a rank saw; 0 if it was not reached.
 u64 sim_read_result(u32 rank, u32 command, void* data) {
     const Command& c = m.ranks[rank].commands[command];

@@ -194,6 +194,7 @@ struct Command {
     std::vector<u8> data;  // parameters, bytes written, bytes read
     u32 region = 0;
     u64 offset = 0, bytes = 0;
+    u64 unless = ~0ull;    // a word that keeps a write from happening
     Use use = Use::dead;
     u16 owner_op = 0;
 };

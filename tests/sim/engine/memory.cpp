@@ -54,15 +54,10 @@ void note_read(const Actor& a, Place at, u64 index) {
 }
 
 void check_earlier_read(const Actor& a, const Mark& read, Place at) {
-    Victims victims = whose(read);
-    if (a.host) {
-        victims[0].excuse_rank = static_cast<int>(a.rank);
-        victims[0].excuse_op = a.mark.op;
-    }
     if (!a.knows(read)) {
-        if (!strong_pair(a, read)) race("overwritten while it may still be read", a, read, at, victims);
+        if (!strong_pair(a, read)) race("overwritten while it may still be read", a, read, at, whose(read));
     } else if (!proxy_ordered(a, read, true)) {
-        race("no proxy fence between an ordinary read and a bulk copy's write", a, read, at, victims);
+        race("no proxy fence between an ordinary read and a bulk copy's write", a, read, at, whose(read));
     }
 }
 

@@ -2,6 +2,7 @@
 // a block or a host command starts, something happens from outside, or (if nothing else can)
 // time passes.
 #include <algorithm>
+#include <cstring>
 
 #include "engine/machine.h"
 
@@ -95,6 +96,11 @@ void finish_launch(Rank& rank) {
 void host_access(Rank& rank, u32 number, Command& c) {
     Region& region = *m.regions[c.region];
     bool writes = c.action == Action::write;
+    if (writes && c.unless != ~0ull) {
+        u32 word;
+        std::memcpy(&word, &m.regions[c.unless >> 32]->bytes[c.unless & 0xffffffff], 4);
+        if (word != 0) return;
+    }
     u32 record = m.trace.add({m.step, 0, c.offset, {"host", 0}, 0, static_cast<u16>(c.region),
                               static_cast<u16>(c.bytes), 0xffff, 0, static_cast<u8>(number),
                               writes ? Did::host_write : Did::host_read, Order::weak, Scope::none,

@@ -38,13 +38,10 @@ struct Label {
 };
 
 // An operation whose success a fault spoils: it is a failure only if that one was "ok". Rank -1:
-// always. What another kernel does to its own bytes after an operation that failed there (its
-// excuse) breaks no promise.
+// whatever happened.
 struct Victim {
     int rank;
     int op;
-    int excuse_rank = -1;
-    int excuse_op = 0;
 };
 
 struct Fault {

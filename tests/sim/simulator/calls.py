@@ -357,11 +357,13 @@ def _combine_on_rank(
     kernel = "combine_bulk" if bulk else "combine"
     world.launch(rank, call, kernel, Kind.COMBINE, ways.grids[rank], fields)
 
-    # The contract: after a combine that ended well, its rows may be overwritten at once.
+    # The contract: after a combine that ended well, its rows may be overwritten at once. (After one
+    # that failed here others may still read them, and end well.)
+    unless = (device, memory.control.poisoned)
     for offset, array in zip(blocks, (y, weights), strict=False):
         if array is not None and array.nbytes:
             garbage = bytes([0xEE]) * align(array.nbytes, 4)
-            machine.write(rank, call.serial, device, offset, garbage)
+            machine.write(rank, call.serial, device, offset, garbage, unless=unless)
     for offset in blocks:
         world.free_slot(rank, offset)
     reads = {"combined_x": world.read(rank, call, memory.local.region, out, tokens * row_bytes)}

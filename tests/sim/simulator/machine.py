@@ -33,31 +33,18 @@ class Loads(IntEnum):
 
 
 @dataclass(frozen=True)
-class Victim:
-    """An operation whose success a fault spoils.
-
-    Attributes:
-        call: (rank, op), ``None`` for "whatever happened".
-        excuse: (rank, op) whose failure makes the fault nobody's, or ``None``.
-    """
-
-    call: tuple[int, int] | None
-    excuse: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
 class Fault:
     """Something a run must not do.
 
     Attributes:
         kind: A few words, equal for equal faults.
         text: What happened, with the last operations on the bytes.
-        victims: What it spoils.
+        victims: (rank, op) whose success it spoils; ``None``: whatever happened.
     """
 
     kind: str
     text: str
-    victims: tuple[Victim, ...]
+    victims: tuple[tuple[int, int] | None, ...]
 
 
 _u32, _u64, _int, _p, _text = (
@@ -77,7 +64,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "sim_peek": (None, (_u32, _u64, _u64, _p)),
     "sim_load_kernel": (_p, (_text,)),
     "sim_launch": (None, (_u32, _u32, _p, _u32, _u32, _u32, _text, _u64)),
-    "sim_access": (_u32, (_u32, _u32, _u32, _u64, _u64, _text)),
+    "sim_access": (_u32, (_u32, _u32, _u32, _u64, _u64, _text, _u64)),
     "sim_mark": (None, (_u32, _u32, _u32, _u64, _u64, _int, _u32)),
     "sim_event": (None, (_int, _u64, _u32, _u32, _u64, _u32, _u64)),
     "sim_run": (_u32, ()),
@@ -86,7 +73,6 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "sim_fault_kind": (_text, (_u32,)),
     "sim_fault_text": (_text, (_u32,)),
     "sim_fault_victim": (_int, (_u32, _u32)),
-    "sim_fault_excuse": (_int, (_u32, _u32)),
     "sim_read_result": (_u64, (_u32, _u32, _p)),
     "sim_history": (_text, (_u32, _u64, _u64, _u32)),
     "sim_last_of": (_text, (_u32, _u32)),
@@ -171,15 +157,25 @@ class Machine:
         entry = _load(library)
         self._do.sim_launch(rank, op, entry, grid, threads, shared, params, len(params))
 
-    def write(self, rank: int, op: int, region: int, offset: int, data: bytes) -> None:
-        """Append another kernel that writes bytes."""
-        self._do.sim_access(rank, op, region, offset, len(data), bytes(data))
+    def write(
+        self,
+        rank: int,
+        op: int,
+        region: int,
+        offset: int,
+        data: bytes,
+        *,
+        unless: tuple[int, int] | None = None,
+    ) -> None:
+        """Append another kernel that writes bytes, unless a word (region, offset) is not 0 then."""
+        word = (1 << 64) - 1 if unless is None else unless[0] << 32 | unless[1]
+        self._do.sim_access(rank, op, region, offset, len(data), bytes(data), word)
 
     def read(
         self, rank: int, op: int, region: int, offset: int, nbytes: int
     ) -> Callable[[], bytes | None]:
         """Append another kernel that reads bytes; call the result after the run."""
-        index = int(self._do.sim_access(rank, op, region, offset, nbytes, None))
+        index = int(self._do.sim_access(rank, op, region, offset, nbytes, None, 0))
 
         def result() -> bytes | None:
             buffer = ctypes.create_string_buffer(nbytes)
@@ -212,12 +208,12 @@ class Machine:
         return [self._fault(i) for i in range(count)]
 
     def _fault(self, i: int) -> Fault:
-        victims: list[Victim] = []
+        victims: list[tuple[int, int] | None] = []
         for j in range(1000):
             code = self._do.sim_fault_victim(i, j)
             if code == -2:
                 break
-            victims.append(Victim(_call(code), _call(self._do.sim_fault_excuse(i, j))))
+            victims.append(None if code == -1 else (code >> 16, code & 0xFFFF))
         kind = self._do.sim_fault_kind(i).decode()
         return Fault(kind, self._do.sim_fault_text(i).decode(), tuple(victims))
 
@@ -238,10 +234,6 @@ class Machine:
     def last_of(self, rank: int, most: int) -> str:
         """The last things a rank did, but for loads and barriers."""
         return self._do.sim_last_of(rank, most).decode()
-
-
-def _call(code: int) -> tuple[int, int] | None:
-    return None if code == -1 else (code >> 16, code & 0xFFFF)
 
 
 def with_lines(text: str) -> str:

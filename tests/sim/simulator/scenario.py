@@ -290,6 +290,7 @@ class Story:
 
     def _judge_rest(self, verdicts: dict[tuple[int, int], str], problems: list[str]) -> None:
         world = self.world
+        told = any(verdict == FAILED for verdict in verdicts.values())  # all ranks of it, in time
         for rank in range(world.num_ranks):
             ends = [verdicts[rank, call.serial] for call in world.calls]
             if STOPPED in ends:
@@ -309,7 +310,7 @@ class Story:
                     problems.append(f"rank {rank} rests at epoch {got}, wanted {want}")
             for name, offset in words.items():
                 value = world.control_word(rank, offset)
-                if value and not (name == "abort" and self.trouble == "abort"):
+                if value and not (name == "abort" and (told or self.trouble == "abort")):
                     problems.append(f"rank {rank} rests with {name} = {value:#x}")
 
 

@@ -26,7 +26,7 @@ from deepep_cupy.plan.layout import (
     align,
 )
 from deepep_cupy.transport.board import LINE_BYTES
-from simulator.machine import Fault, Machine, Use, Victim
+from simulator.machine import Fault, Machine, Use
 from simulator.shapes import Edit, Shape, library
 
 SLOT_BYTES = 16 * 1024
@@ -352,9 +352,10 @@ class World:
 def harmful(faults: Sequence[Fault], verdicts: Mapping[tuple[int, int], str]) -> list[Fault]:
     """The faults that spoil an operation which its rank was told is well."""
 
-    def counts(victim: Victim) -> bool:
-        excused = victim.excuse is not None and verdicts.get(victim.excuse, OK) != OK
-        well = victim.call is None or verdicts.get(victim.call, OK) in (OK, REFUSED)
-        return well and not excused
-
-    return [fault for fault in faults if any(counts(victim) for victim in fault.victims)]
+    return [
+        fault
+        for fault in faults
+        if any(
+            victim is None or verdicts.get(victim, OK) in (OK, REFUSED) for victim in fault.victims
+        )
+    ]
