@@ -6,7 +6,8 @@ Values are read when they are needed, never at import, so a test or a script may
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ __all__ = [
     "log_level",
     "path",
     "read",
+    "setting",
 ]
 
 
@@ -167,6 +169,25 @@ def launcher_local_rank() -> int | None:
 def _integer(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else -1
+
+
+@contextmanager
+def setting(**variables: str) -> Iterator[None]:
+    """Set variables of the table for a while, for what is built meanwhile in this process.
+
+    Args:
+        variables: Name → text.
+    """
+    before = {name: os.environ.get(_BY_NAME[name].name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
 
 
 def child_environment(changes: Mapping[str, str | None], import_root: Path) -> dict[str, str]:

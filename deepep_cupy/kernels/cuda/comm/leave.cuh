@@ -116,7 +116,9 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
     if (handshake && verdict == kGo) {
         u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
         send_arrivals(c, s, failed ? abort : 0u);
-        if (!failed) failed = !receive_arrivals(c, s);
+        // A rank that gave up after its own arrival has said so since: its later kernels may
+        // already be overwriting rows that this rank was reading.
+        if (!failed) failed = !receive_arrivals(c, s) || told_to_stop(c, false);
     }
     if (failed) send_aborts(c);
 
