@@ -118,7 +118,10 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
         send_arrivals(c, s, failed ? abort : 0u);
         // A rank that gave up after its own arrival has said so since: its later kernels may
         // already be overwriting rows that this rank was reading.
-        if (!failed) failed = !receive_arrivals(c, s) || told_to_stop(c, false);
+        if (!failed) {
+            bool arrived = receive_arrivals(c, s);
+            failed = block_barrier_or(!arrived || told_to_stop(c, false));
+        }
     }
     if (failed) send_aborts(c);
 
