@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepep_cupy.plan.headers import (
+    ARGUMENTS,
     DTYPE_CODES,
     OFFSET_UNIT,
+    SCALE_CODES,
     SIGNATURE,
     WORDS,
     Kind,
     Layout,
     LayoutFlag,
     RefusalCode,
+    dtype_code,
 )
 from deepep_cupy.plan.layout import (
     MAX_BLOCKS,
@@ -142,6 +145,9 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
     constants |= {f"kLayout{_camel(layout.name)}": int(layout) for layout in Layout}
     constants |= {f"kFlag{_camel(str(flag.name))}": int(flag) for flag in LayoutFlag}
     constants |= {f"kDtype{_camel(name)}": code for name, code in DTYPE_CODES.items()}
+    constants |= {f"kScales{_camel(name)}": code for name, code in SCALE_CODES.items()}
+    constants["kScalesFactor"] = dtype_code("", 0, "float32") - dtype_code("", 0)
+    constants["kArgumentHandle"] = ARGUMENTS.index("handle")
     constants |= {f"kRefusal{_camel(code.name)}": int(code) for code in RefusalCode}
     return constants
 

@@ -74,10 +74,12 @@ class Dispatcher:
             address(topk_idx),
             address(call.topk_weights),
             address(call.is_token_in_rank),
+            *(0, 0, 0),
             send_row,
             per_rank,
+            *(0, 0, 0, 0),
             per_rank + 4 * ranks,
-            0,
+            *(0, 0),
             tokens,
             topk,
             has_weights,
@@ -86,10 +88,13 @@ class Dispatcher:
             max(1, experts // ranks),
             experts // ranks,
             core.control.experts,
+            1,
             row_bytes,
+            0,
             access_bytes(row_bytes, (x.data.ptr,), _NARROW),
             dtype_code_of(x.dtype),
             Layout.MASK if topk_idx is None else Layout.TOPK,
+            *(0, 0),
             capacity,
             rows.offset // OFFSET_UNIT,
             meta.offset // OFFSET_UNIT,
@@ -137,11 +142,11 @@ class Dispatcher:
             x.data.ptr,
             0,
             address(weights),
-            0,
+            *(0, 0, 0, 0),
             routing.send_row.data.ptr,
-            0,
-            0,
+            *(0, 0, 0, 0, 0, 0),
             routing.birth.data.ptr,
+            0,
             len(x),
             topk,
             weights is not None,
@@ -150,10 +155,13 @@ class Dispatcher:
             1,
             0,
             core.control.experts,
+            1,
             row_bytes,
+            0,
             access_bytes(row_bytes, (x.data.ptr,), _NARROW),
             dtype_code_of(x.dtype),
             Layout.CACHED,
+            *(0, 0),
             number,
             rows.offset // OFFSET_UNIT,
             meta.offset // OFFSET_UNIT,
@@ -173,7 +181,7 @@ class Dispatcher:
 
     def _launch(self, stream: Any, blocks: list[Block], *fields: int) -> None:
         """Launch with the fields of ``DispatchCommon`` in their order."""
-        core, tokens, access = self._core, fields[8], fields[17]
+        core, tokens, access = self._core, fields[16], fields[27]
         name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
         try:
             launch = core.kernels.get(name, core.grids.dispatch(tokens), Kind.DISPATCH)

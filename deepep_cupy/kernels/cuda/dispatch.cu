@@ -4,7 +4,7 @@
 // are no multiple of 16 bytes. One warp a row; the load of a row is shared by all destinations.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
-#include "dispatch/route.cuh"
+#include "dispatch/deliver.cuh"
 
 struct Shared {
     CommShared comm;
@@ -50,7 +50,7 @@ DEVICE void copy_row(const CommParams& c, const CommShared& comm, const Dispatch
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
     Range tokens = tokens_of_block(d.num_tokens, block_index());
     for (u32 token = tokens.first + warp_index(); token < tokens.end; token += kNumWarps) {
-        u32 row = row_of_lane(d, s.route, token);
+        u32 row = row_of_slot(d, s.route, token, slot_of_lane(d, token));
         if (warp_ballot(row != ~0u) == 0u) continue;
         send_metadata(c, s.comm, d, token, row);
         if (d.access_bytes == 16) {
@@ -61,14 +61,16 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
             copy_row<1, 4>(c, s.comm, d, token, row);
         }
     }
+    fill_tails(c, s.comm, d);
 }
 
 KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
     Shared& s = shared_memory<Shared>();
+    u32 birth = read_birth(p.d);
     Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, [] {});
+    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, birth, [] {});
     if (verdict == kGo) {
-        if (is_clerk() && p.d.layout != kLayoutCached) report_counts(p.comm, s.comm, p.d);
+        report_counts(p.comm, s.comm, p.d);
         move_rows(p.comm, p.d, s);
     }
     finish(p.comm, s.comm, p.d, verdict);

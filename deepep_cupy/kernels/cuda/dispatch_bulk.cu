@@ -7,7 +7,7 @@
 #include "generated/prelude.cuh"
 #include "asm/bulk.cuh"
 #include "common/bulk_wait.cuh"
-#include "dispatch/route.cuh"
+#include "dispatch/deliver.cuh"
 
 constexpr int kStages = kDispatchStages;
 static_assert(kStages == 2, "free_stage() below waits for all but the newest group");
@@ -38,19 +38,15 @@ DEVICE Pieces pieces_of_row(u32 row_bytes) {
 struct Cursor {
     u32 token;  // >= end: no more work
     u32 piece;
-    u32 row;    // this lane's row of the token (row_of_lane, without the base)
+    u32 slot;   // this lane's slot_of_lane()
 };
 
 // Moves to the first token at or after `token` that is sent anywhere.
 DEVICE void seek(const DispatchCommon& d, u32 end, u32 token, Cursor& cursor) {
     cursor.piece = 0;
     for (cursor.token = token; cursor.token < end; cursor.token += kNumWarps) {
-        cursor.row = ~0u;
-        if (lane_index() < kNumRanks) {
-            cursor.row =
-                ld_u32(d.send_row + static_cast<u64>(cursor.token) * kNumRanks + lane_index());
-        }
-        if (warp_ballot(cursor.row != ~0u) != 0u) return;
+        cursor.slot = slot_of_lane(d, cursor.token);
+        if (warp_ballot(cursor.slot != ~0u) != 0u) return;
     }
 }
 
@@ -119,7 +115,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, W
         u32 stage = turn % kStages;
         Cursor at = work.next;
         if (at.piece == 0) {
-            row = row_of_lane(d, s.route, at.token);
+            row = row_of_slot(d, s.route, at.token, at.slot);
             send_metadata(c, s.comm, d, at.token, row);
         }
 
@@ -139,6 +135,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, W
         if (!wait_loaded(c, s.comm, &s.loaded[warp][stage], turn / kStages & 1u)) break;
         start_stores(c, s.comm, d, work.pieces, at, row, s.stage[warp][stage]);
     }
+    fill_tails(c, s.comm, d);  // while the last stores are on their way
     // Completes what this thread has started: shared memory is free to vanish, and every store is
     // visible to this thread, hence ordered by the release that follows in leave().
     if (lane_index() == 0) bulk_wait<0>();
@@ -157,12 +154,13 @@ KERNEL dispatch_bulk(const GRID_CONSTANT DispatchBulkParams p) {
         }
         fence_mbarrier_init();
     }
+    u32 birth = read_birth(p.d);
     Verdict verdict = enter(p.comm, s.comm);
     if (verdict == kGo) {
         WarpWork work;
-        verdict = route(p.comm, s.comm, p.d, s.route, [&] { work = begin_work(p.d, s); });
+        verdict = route(p.comm, s.comm, p.d, s.route, birth, [&] { work = begin_work(p.d, s); });
         if (verdict == kGo) {
-            if (is_clerk() && p.d.layout != kLayoutCached) report_counts(p.comm, s.comm, p.d);
+            report_counts(p.comm, s.comm, p.d);
             move_rows(p.comm, p.d, s, work);
         } else {
             drop_work(p.comm, s, work);

@@ -26,7 +26,7 @@ DEVICE void fill_header(const CommParams& c, CommShared& s, const CombineCommon&
     s.mine[kWordNumTopk] = d.num_topk;
     s.mine[kWordWeights] = d.has_weights;
     s.mine[kWordLayout] = d.layout;
-    s.mine[kWordBirth] = birth;
+    set_birth(s, birth);
     s.mine[kWordRowsOffset] = d.rows_offset;
     s.mine[kWordMetaOffset] = d.weights_offset;
     s.mine[kWordNumRows] = d.num_rows;

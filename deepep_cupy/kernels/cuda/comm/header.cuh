@@ -111,3 +111,12 @@ DEVICE void begin_header(const CommParams& c, CommShared& s) {
     s.mine[kWordRefusal] = c.refusal;
     s.mine[kWordRefusalValue] = c.refusal_value;
 }
+
+// Names the dispatch that made the handle in use. One that was refused or failed left 0: what
+// the host has queued on it meanwhile is refused as well. After begin_header().
+DEVICE void set_birth(CommShared& s, u32 birth) {
+    s.mine[kWordBirth] = birth;
+    if (birth != 0u || s.mine[kWordRefusal] != 0u) return;
+    s.mine[kWordRefusal] = kRefusalArgument;
+    s.mine[kWordRefusalValue] = kArgumentHandle;
+}

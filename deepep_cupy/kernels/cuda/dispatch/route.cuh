@@ -8,14 +8,14 @@
 //   row of token t at rank r = rows of lower ranks + rows of lower blocks + slot
 //
 // A cached handle brings the rows along: only the headers remain.
-#include "common/access.cuh"
-#include "common/poison.cuh"
 #include "comm/header.cuh"
-#include "comm/leave.cuh"
+#include "dispatch/counts.cuh"
 
 // The routing part of a block's shared memory.
 struct RouteShared {
-    u32 bad_token;                          // lowest token with a bad choice, see kDuplicate; or ~0
+    u32 bad_token;                          // this block's lowest token with a bad choice, or ~0;
+                                            // see kDuplicate
+    u32 bad_of_all;                         // of all blocks
     u32 total[kNumRanks];                   // rows this rank sends to each rank
     u32 before[kNumRanks];                  // of them, rows of lower blocks
     u32 base[kNumRanks];                    // what to add to a slot to get the absolute row
@@ -148,8 +148,6 @@ DEVICE u64* partial_slot(const CommParams& c, u32 block) {
     return control_u64(own_region(c), kControlPartials) + block * (kNumRanks + 1u);
 }
 
-DEVICE bool is_clerk() { return block_index() == num_blocks() - 1; }
-
 // Publishes this block's counts and adds up everybody's.
 DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s) {
     u64* mine = partial_slot(c, block_index());
@@ -176,7 +174,7 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s)
         u32 value = static_cast<u32>(seen);
         if (column == kNumRanks) {
             if (is_clerk()) ld_acquire_gpu_u64(slot);
-            shared_min(&s.bad_token, value);
+            shared_min(&s.bad_of_all, value);
         } else {
             shared_add(&s.total[column], value);
             if (block < block_index()) shared_add(&s.before[column], value);
@@ -185,65 +183,25 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s)
     return !block_barrier_or(!ok);
 }
 
-// ---- rows per expert: the clerk (last block) sends and receives them ----
-
-DEVICE u64* expert_slots(const CommParams& c, const DispatchCommon& d, u32 epoch, u32 receiver,
-                         u32 source) {
-    return control_u64(c.peer[receiver], d.experts_offset) + (epoch & 1u) * d.num_experts +
-           source * d.experts_per_rank;
-}
-
-// Sends each rank the counts of its experts. Takes them out of the histogram, which is all zeros
-// again at the end of every operation.
-DEVICE void send_expert_counts(const CommParams& c, const CommShared& comm,
-                               const DispatchCommon& d) {
-    u32* histogram = control_u32(own_region(c), kControlHistogram);
-    for (u32 expert = thread_index(); expert < d.num_experts; expert += kNumThreads) {
-        u32 count = ld_relaxed_gpu_u32(histogram + expert);
-        st_relaxed_gpu_u32(histogram + expert, 0u);
-        u32 owner = expert / d.experts_per_rank;
-        u64* slots = expert_slots(c, d, comm.epoch, owner, c.rank);
-        // Relaxed: the count proves itself by its epoch and speaks of nothing else.
-        st_relaxed_sys_u64(slots + expert % d.experts_per_rank, stamped(comm.epoch, count));
-    }
-}
-
-// Tells the host, which may be waiting, how many rows come from each rank and for each expert.
-DEVICE void report_counts(const CommParams& c, CommShared& comm, const DispatchCommon& d) {
-    for (u32 expert = thread_index(); expert < d.num_reported_experts; expert += kNumThreads) {
-        u32 sum = 0;
-        for (u32 source = 0; source < kNumRanks; ++source) {
-            u64* slot = expert_slots(c, d, comm.epoch, c.rank, source) + expert;
-            u64 seen = 0;
-            Wait wait = {kPhaseExperts, source, stamped(comm.epoch, expert)};
-            if (!wait_stamped(c, comm, slot, wait, seen)) {
-                comm.failed = 1;
-                return;
-            }
-            sum += static_cast<u32>(seen);
-        }
-        st_relaxed_sys_u64(c.report + kReportExperts + expert, stamped(c.serial, sum));
-    }
-    for (u32 source = thread_index(); source < kNumRanks; source += kNumThreads) {
-        u32 rows = comm.headers[source][kWordCounts + c.rank];
-        st_u32(d.recv_rows_per_rank + source, rows);
-        st_relaxed_sys_u64(c.report + kReportRows + source, stamped(c.serial, rows));
-    }
-    if (thread_index() == 0) st_u32(d.birth_out, comm.epoch);
-}
-
 // ---- the whole routing ----
 
+// The epoch of a cached handle, for the header: loaded by the thread that will fill it in, before
+// enter() waits for loads of its own.
+DEVICE u32 read_birth(const DispatchCommon& d) {
+    bool mine = block_index() == 0 && thread_index() == 0;
+    return mine && d.layout == kLayoutCached ? ld_u32(d.birth_in) : 0u;
+}
+
 DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                        const RouteShared& s) {
+                        const RouteShared& s, u32 birth) {
     begin_header(c, comm);
     u32* mine = comm.mine;
     mine[kWordDtype] = d.dtype;
-    mine[kWordRowBytes] = d.row_bytes;
+    mine[kWordRowBytes] = d.row_bytes + 4u * d.num_scales;
     mine[kWordNumTopk] = d.num_topk;
     mine[kWordIndexBytes] = d.index_bytes;
     mine[kWordWeights] = d.has_weights;
-    mine[kWordLayout] = d.layout;
+    mine[kWordLayout] = d.layout | d.layout_flags;
     mine[kWordCapacity] = d.capacity;
     mine[kWordRowsOffset] = d.rows_offset;
     mine[kWordMetaOffset] = d.meta_offset;
@@ -251,14 +209,14 @@ DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCom
     mine[kWordIndexOffset] = d.index_offset;
     mine[kWordNumRows] = d.num_tokens;
     if (d.layout == kLayoutCached) {
-        mine[kWordBirth] = ld_u32(d.birth_in);
+        set_birth(comm, birth);
         return;
     }
     for (u32 rank = 0; rank < kNumRanks; ++rank) mine[kWordCounts + rank] = s.total[rank];
-    if (s.bad_token != ~0u) {
-        bool duplicate = (s.bad_token & kDuplicate) != 0u;
+    if (s.bad_of_all != ~0u) {
+        bool duplicate = (s.bad_of_all & kDuplicate) != 0u;
         mine[kWordRefusal] = duplicate ? kRefusalDuplicateExpert : kRefusalExpertOutOfRange;
-        mine[kWordRefusalValue] = s.bad_token & ~kDuplicate;
+        mine[kWordRefusalValue] = s.bad_of_all & ~kDuplicate;
     }
 }
 
@@ -267,13 +225,14 @@ DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCom
 //   send_row   slots of this block's tokens (absolute rows with a cached handle)
 //   s.base     what to add to a slot
 //   comm.headers   where every rank wants its rows
+// birth: read_birth().
 template <class Early>
 DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                     RouteShared& s, Early before_handshake) {
+                     RouteShared& s, u32 birth, Early before_handshake) {
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {
         s.total[i] = s.before[i] = s.base[i] = s.running[i] = 0;
     }
-    if (thread_index() == 0) s.bad_token = ~0u;
+    if (thread_index() == 0) s.bad_token = s.bad_of_all = ~0u;
     block_barrier();
 
     bool cached = d.layout == kLayoutCached;
@@ -281,7 +240,7 @@ DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon
     before_handshake();
     if (!cached && !prefix_blocks(c, comm, s)) return kFailed;
     if (block_index() == 0) {
-        if (thread_index() == 0) fill_header(c, comm, d, s);
+        if (thread_index() == 0) fill_header(c, comm, d, s, birth);
         block_barrier();
         send_header(c, comm);
     }
@@ -298,102 +257,4 @@ DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon
     }
     block_barrier();
     return kGo;
-}
-
-// ---- what both copy paths do with a token ----
-
-// The row of `token` at rank `lane` (lanes >= R: -1), absolute; completes send_row.
-DEVICE u32 row_of_lane(const DispatchCommon& d, const RouteShared& s, u32 token) {
-    u32 row = ~0u;
-    if (lane_index() < kNumRanks) {
-        u32* entry = d.send_row + static_cast<u64>(token) * kNumRanks + lane_index();
-        row = ld_u32(entry);
-        if (row != ~0u && d.layout != kLayoutCached) {
-            row += s.base[lane_index()];
-            st_u32(entry, row);
-        }
-    }
-    return row;
-}
-
-DEVICE u8* rows_of_rank(const CommParams& c, const CommShared& comm, u32 rank, u32 offset_word) {
-    return c.peer[rank] + static_cast<u64>(comm.headers[rank][offset_word]) * kOffsetUnit;
-}
-
-// Sends what travels beside the row: source index, local expert numbers, weights.
-// row: this lane's row_of_lane().
-DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
-                          u32 token, u32 row) {
-    bool cached = d.layout == kLayoutCached;
-    u32 lane = lane_index();
-    u64 position = static_cast<u64>(token) * d.num_topk + lane;
-    bool chooses = lane < d.num_topk;
-    i64 expert = -1;
-    u32 weight = 0;
-    if (chooses && d.index_bytes != 0) expert = read_expert(d, position);
-    if (chooses && d.has_weights != 0u) {
-        weight = read_local_u32(d.topk_weights + position);
-    }
-    for (u32 i = 0; i < kNumRanks; ++i) {
-        u32 rank = (c.rank + 1u + i) % kNumRanks;
-        u32 there = warp_shuffle(row, rank);
-        if (there == ~0u) continue;
-        if (!cached && lane == 0) {
-            u8* sources = rows_of_rank(c, comm, rank, kWordMetaOffset);
-            st_u32(reinterpret_cast<u32*>(sources) + there, token);
-        }
-        if (!chooses) continue;
-        u64 entry = static_cast<u64>(there) * d.num_topk + lane;
-        i64 first = static_cast<i64>(rank) * d.experts_per_rank;
-        bool local = expert >= first && expert < first + d.experts_per_rank;
-        if (d.index_bytes == 8) {
-            u64* indices = reinterpret_cast<u64*>(rows_of_rank(c, comm, rank, kWordIndexOffset));
-            st_u64(indices + entry, static_cast<u64>(local ? expert - first : -1));
-        } else if (d.index_bytes == 4) {
-            u32* indices = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordIndexOffset));
-            st_u32(indices + entry, static_cast<u32>(local ? expert - first : -1));
-        }
-        if (d.has_weights != 0u) {
-            u32* weights = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordWeightsOffset));
-            st_u32(weights + entry, local || cached ? weight : 0u);
-        }
-    }
-}
-
-// Poisons the first `rows` rows this rank received, or would have: share `share` of `shares`.
-DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 rows, u32 share,
-                            u32 shares) {
-    u8* own = own_region(c);
-    u64 entries = rows * d.num_topk;
-    u64 unit = kOffsetUnit;
-    fill_bytes(own + d.rows_offset * unit, rows * d.row_bytes, poison_byte(d.dtype), share, shares);
-    if (d.index_bytes != 0) {
-        fill_bytes(own + d.index_offset * unit, entries * d.index_bytes, 0xff, share, shares);
-    }
-    if (d.has_weights != 0u) {
-        fill_bytes(own + d.weights_offset * unit, entries * 4u, 0xff, share, shares);
-    }
-    if (d.layout == kLayoutCached) return;
-    fill_bytes(own + d.meta_offset * unit, rows * 4u, 0xff, share, shares);
-    fill_bytes(reinterpret_cast<u8*>(d.recv_rows_per_rank), kNumRanks * 4u, 0, share, shares);
-    fill_bytes(reinterpret_cast<u8*>(d.send_row),
-               static_cast<u64>(d.num_tokens) * kNumRanks * 4u, 0xff, share, shares);
-    fill_bytes(reinterpret_cast<u8*>(d.birth_out), 4u, 0, share, shares);
-}
-
-// Ends a dispatch, whatever happened.
-DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                   Verdict verdict) {
-    // After an earlier failure no block has touched anything: all of them share the work.
-    if (verdict == kPoisoned) poison_received(c, d, d.capacity, block_index(), num_blocks());
-    if (!leave(c, comm, verdict, true)) return;
-    // Once the headers agreed the host may know the real size and have given back the rest.
-    u64 rows = d.capacity;
-    if (verdict == kGo && d.layout != kLayoutCached) {
-        rows = 0;
-        for (u32 source = 0; source < kNumRanks; ++source) {
-            rows += comm.headers[source][kWordCounts + c.rank];
-        }
-    }
-    poison_received(c, d, rows, 0, 1);
 }

@@ -1,0 +1,190 @@
+#pragma once
+// What both copy paths do: where a token's copies go, what travels beside them, the exit.
+#include "common/poison.cuh"
+#include "comm/leave.cuh"
+#include "dispatch/route.cuh"
+
+// ---- places ----
+
+// What send_row says of `token` and rank `lane`: a slot, with a cached handle a row; -1: not sent,
+// as in all lanes >= R.
+DEVICE u32 slot_of_lane(const DispatchCommon& d, u32 token) {
+    if (lane_index() >= kNumRanks) return ~0u;
+    return ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
+}
+
+// The row at rank `lane`, absolute, from the slot; completes send_row. Each entry is this lane's
+// alone from here on.
+DEVICE u32 row_of_slot(const DispatchCommon& d, const RouteShared& s, u32 token, u32 slot) {
+    if (slot == ~0u || d.layout == kLayoutCached) return slot;
+    u32 row = slot + s.base[lane_index()];
+    st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index(), row);
+    return row;
+}
+
+DEVICE u8* rows_of_rank(const CommParams& c, const CommShared& comm, u32 rank, u32 offset_word) {
+    return c.peer[rank] + static_cast<u64>(comm.headers[rank][offset_word]) * kOffsetUnit;
+}
+
+// Received scales lie behind the received topk_idx, or where that would be. Capacity and offset
+// are the receiver's; K and the width of an index are the same on all ranks.
+DEVICE u64 scales_offset(const DispatchCommon& d, u32 capacity, u32 index_offset) {
+    u64 index_bytes = static_cast<u64>(capacity) * d.num_topk * d.index_bytes;
+    u64 units = (index_bytes + kOffsetUnit - 1u) / kOffsetUnit;
+    return (index_offset + units) * kOffsetUnit;
+}
+
+DEVICE u32* scales_of_rank(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                           u32 rank) {
+    const u32* header = comm.headers[rank];
+    return control_u32(c.peer[rank],
+                       scales_offset(d, header[kWordCapacity], header[kWordIndexOffset]));
+}
+
+// ---- what travels beside a row; row: this lane's row_of_slot() ----
+
+// Scales: words of any meaning, any strides at the source, row by row at the receiver.
+DEVICE void send_scales(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                        u32 token, u32 row) {
+    const u32* source = d.scales + static_cast<i64>(token) * d.scales_token_stride;
+    for (u32 first = 0; first < d.num_scales; first += 32u) {
+        u32 word = first + lane_index();
+        bool mine = word < d.num_scales;
+        u32 value = 0;
+        if (mine) value = read_local_u32(source + static_cast<i64>(word) * d.scales_stride);
+        NO_UNROLL
+        for (u32 i = 0; i < kNumRanks; ++i) {
+            u32 rank = (c.rank + 1u + i) % kNumRanks;
+            u32 there = warp_shuffle(row, rank);
+            if (there == ~0u || !mine) continue;
+            st_u32(scales_of_rank(c, comm, d, rank) + static_cast<u64>(there) * d.num_scales + word,
+                   value);
+        }
+    }
+}
+
+// Source index, local expert numbers, weights, scales.
+DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                          u32 token, u32 row) {
+    bool cached = d.layout == kLayoutCached;
+    u32 lane = lane_index();
+    u64 position = static_cast<u64>(token) * d.num_topk + lane;
+    bool chooses = lane < d.num_topk;
+    i64 expert = -1;
+    u32 weight = 0;
+    if (chooses && d.index_bytes != 0) expert = read_expert(d, position);
+    if (chooses && d.has_weights != 0u) {
+        weight = read_local_u32(d.topk_weights + position);
+    }
+    for (u32 i = 0; i < kNumRanks; ++i) {
+        u32 rank = (c.rank + 1u + i) % kNumRanks;
+        u32 there = warp_shuffle(row, rank);
+        if (there == ~0u) continue;
+        if (!cached && lane == 0) {
+            u8* sources = rows_of_rank(c, comm, rank, kWordMetaOffset);
+            st_u32(reinterpret_cast<u32*>(sources) + there, token);
+        }
+        if (!chooses) continue;
+        u64 entry = static_cast<u64>(there) * d.num_topk + lane;
+        i64 first = static_cast<i64>(rank) * d.experts_per_rank;
+        bool local = expert >= first && expert < first + d.experts_per_rank;
+        if (d.index_bytes == 8) {
+            u64* indices = reinterpret_cast<u64*>(rows_of_rank(c, comm, rank, kWordIndexOffset));
+            st_u64(indices + entry, static_cast<u64>(local ? expert - first : -1));
+        } else if (d.index_bytes == 4) {
+            u32* indices = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordIndexOffset));
+            st_u32(indices + entry, static_cast<u32>(local ? expert - first : -1));
+        }
+        if (d.has_weights != 0u) {
+            u32* weights = reinterpret_cast<u32*>(rows_of_rank(c, comm, rank, kWordWeightsOffset));
+            st_u32(weights + entry, local || cached ? weight : 0u);
+        }
+    }
+    if (d.num_scales != 0u) send_scales(c, comm, d, token, row);
+}
+
+// ---- rows behind the real ones ----
+
+// Rows this rank receives.
+DEVICE u32 received_rows(const CommParams& c, const CommShared& comm, const DispatchCommon& d) {
+    if (d.layout == kLayoutCached) return d.real_rows == nullptr ? d.capacity : ld_u32(d.real_rows);
+    u32 rows = 0;
+    for (u32 source = 0; source < kNumRanks; ++source) rows += rows_from(c, comm, source);
+    return rows;
+}
+
+// Says "nothing" in the rows N.. that nobody fills, where the host does not learn N: -1 in
+// indices, weight 0. All blocks share the work, and none waits for anything but the headers, which
+// told N (a cached handle brings it along): every row a peer writes is below N, and whatever used
+// the block before ended in earlier kernels of this rank.
+DEVICE void fill_tails(const CommParams& c, const CommShared& comm, const DispatchCommon& d) {
+    if (d.no_wait == 0u) return;
+    u8* own = own_region(c);
+    u64 unit = kOffsetUnit;
+    u64 rows = received_rows(c, comm, d);
+    u64 tail = rows < d.capacity ? d.capacity - rows : 0u;
+    u32* sources = control_u32(own, d.meta_offset * unit);
+    u32* indices = control_u32(own, d.index_offset * unit);
+    u32* weights = control_u32(own, d.weights_offset * unit);
+    u64 index_words = static_cast<u64>(d.num_topk) * (d.index_bytes / 4u);
+    if (d.layout != kLayoutCached) {
+        fill_words(sources + rows, tail, ~0u);
+        fill_words(indices + rows * index_words, tail * index_words, ~0u);
+    }
+    if (d.has_weights != 0u) fill_words(weights + rows * d.num_topk, tail * d.num_topk, 0u);
+}
+
+// ---- exit ----
+
+// Poisons the first `rows` rows this rank received, or would have: share `share` of `shares`.
+DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 rows, u32 share,
+                            u32 shares) {
+    u8* own = own_region(c);
+    u64 entries = rows * d.num_topk;
+    u64 unit = kOffsetUnit;
+    fill_bytes(own + d.rows_offset * unit, rows * d.row_bytes, poison_byte(d.dtype), share, shares);
+    if (d.index_bytes != 0) {
+        fill_bytes(own + d.index_offset * unit, entries * d.index_bytes, 0xff, share, shares);
+    }
+    if (d.has_weights != 0u) {
+        fill_bytes(own + d.weights_offset * unit, entries * 4u, 0xff, share, shares);
+    }
+    if (d.num_scales != 0u) {
+        fill_bytes(own + scales_offset(d, d.capacity, d.index_offset), rows * d.num_scales * 4u,
+                   poison_byte_of_scales(d.dtype), share, shares);
+    }
+    if (d.layout == kLayoutCached) return;
+    fill_bytes(own + d.meta_offset * unit, rows * 4u, 0xff, share, shares);
+    u64 experts = d.num_reported_experts;
+    fill_bytes(reinterpret_cast<u8*>(d.recv_rows_per_rank), kNumRanks * 4u, 0, share, shares);
+    fill_bytes(reinterpret_cast<u8*>(d.psum_recv_rows), kNumRanks * 4u, 0, share, shares);
+    fill_bytes(reinterpret_cast<u8*>(d.expert_counts), experts * 4u, 0, share, shares);
+    fill_bytes(reinterpret_cast<u8*>(d.psum_expert_rows), experts * 4u, 0, share, shares);
+    fill_bytes(reinterpret_cast<u8*>(d.send_row),
+               static_cast<u64>(d.num_tokens) * kNumRanks * 4u, 0xff, share, shares);
+    fill_bytes(reinterpret_cast<u8*>(d.birth_out), 4u, 0, share, shares);
+}
+
+// Adds this call's counts per expert to the caller's. The last block calls it, once all is well:
+// it has acquired what the clerk wrote with the blocks' arrival counter.
+DEVICE void add_statistics(const DispatchCommon& d) {
+    for (u32 expert = thread_index(); expert < d.num_reported_experts; expert += kNumThreads) {
+        st_u32(d.recv_stats + expert,
+               ld_u32(d.recv_stats + expert) + ld_u32(d.expert_counts + expert));
+    }
+}
+
+// Ends a dispatch, whatever happened.
+DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
+                   Verdict verdict) {
+    // After an earlier failure no block has touched anything: all of them share the work.
+    if (verdict == kPoisoned) poison_received(c, d, d.capacity, block_index(), num_blocks());
+    if (!leave(c, comm, verdict, true)) {
+        if (d.recv_stats != nullptr && verdict == kGo && comm.last != 0u) add_statistics(d);
+        return;
+    }
+    // Once the headers agreed a host that waits may know the real size and have given back the
+    // rest.
+    bool shrunk = verdict == kGo && d.layout != kLayoutCached && d.no_wait == 0u;
+    poison_received(c, d, shrunk ? received_rows(c, comm, d) : d.capacity, 0, 1);
+}
