@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepep_cupy.errors import ContractError
+from deepep_cupy.kernels.local_specs import LOCAL_KERNELS
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
 
 __all__ = ["KERNELS", "get_kernel", "list_kernels"]
@@ -136,6 +137,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         shared_bytes="kCombineBulkSharedBytes",
         min_arch=90,
     ),
+    *LOCAL_KERNELS,
 )
 """In the order ``kernels list`` prints them."""
 

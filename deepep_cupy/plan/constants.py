@@ -34,6 +34,8 @@ __all__ = ["KernelShape", "kernel_constants", "shared_memory_limit"]
 
 SHARED_HEAD = 3072
 """Bytes of shared memory before the stages: headers, counters, mbarriers."""
+SCALE_GROUP = 128
+"""Channels that share a scale."""
 
 
 def shared_memory_limit(arch: int) -> int:
@@ -139,6 +141,8 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
             SHARED_HEAD + shape.num_warps * 2 * shape.num_ranks * shape.combine_piece_bytes
         ),
         "kBarrierSharedBytes": SHARED_HEAD,
+        "kScaleGroup": SCALE_GROUP,
+        "kExpandSharedBytes": 128 * shape.num_warps,
     }
     constants |= {f"kWord{_camel(word)}": index for index, word in enumerate(WORDS)}
     constants |= {f"kKind{_camel(kind.name)}": int(kind) for kind in Kind}

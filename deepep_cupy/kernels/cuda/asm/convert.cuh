@@ -22,3 +22,17 @@ DEVICE u16 cvt_rn_bf16_f32(f32 value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(value));
     return v;
 }
+
+// Is there an instruction for float8_e4m3fn? Where there is none: common/float8.cuh.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kHasCvtE4m3 = false;
+#else
+constexpr bool kHasCvtE4m3 = true;
+#endif
+
+// Two codes, the second argument's in the low byte; beyond 448 is 448, NaN is 0x7f.
+DEVICE u16 cvt_rn_satfinite_e4m3x2_f32(f32 high, f32 low) {
+    u16 v;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+    return v;
+}

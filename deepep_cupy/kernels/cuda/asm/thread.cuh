@@ -18,6 +18,8 @@ DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(kFullWarp, predica
 DEVICE u32 warp_shuffle(u32 value, u32 source_lane) {
     return __shfl_sync(kFullWarp, value, static_cast<int>(source_lane));
 }
+// The lanes that have this lane's value, one bit each.
+DEVICE u32 warp_match(u32 value) { return __match_any_sync(kFullWarp, value); }
 DEVICE u32 count_bits(u32 mask) { return static_cast<u32>(__popc(mask)); }
 DEVICE u32 lowest_bit(u32 mask) { return static_cast<u32>(__ffs(mask)) - 1u; }
 
