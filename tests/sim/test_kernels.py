@@ -7,7 +7,7 @@ import pytest
 
 from campaign import describe
 from simulator.scenario import SHAPES, Focus, run_story
-from simulator.shapes import build_all
+from simulator.shapes import Shape, build_all
 
 PLAIN = SHAPES[1:4]  # two and three ranks, both kinds of loads
 
@@ -50,3 +50,10 @@ def test_rows_of_odd_sizes(built):
 def test_two_thousand_seeds(part):
     build_all(list(SHAPES))
     check(range(part * 100, part * 100 + 100), Focus())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_threads", [32, 64])
+def test_eight_ranks(num_threads):
+    check(range(50), Focus(shapes=(Shape(8, num_threads),)))

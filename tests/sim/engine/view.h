@@ -21,7 +21,7 @@ struct Epoch {
 };
 
 constexpr u32 kMaxDims = 6144;
-constexpr u32 kMaxWords = 4096;
+constexpr u32 kMaxWords = 12288;
 
 struct View {
     u32 refs;

@@ -320,7 +320,7 @@ def _combine_on_rank(
     def place(array: Array) -> int:
         offset = world.take_slot(rank, ways.pick())
         blocks.append(offset)
-        machine.mark(rank, call.serial, device, offset, 16 * 1024, Use.INPUT)
+        machine.mark(rank, call.serial, device, offset, memory.slot_bytes, Use.INPUT)
         raw = array.tobytes()
         if raw:
             machine.write(rank, call.serial, device, offset, raw + bytes(-len(raw) % 4))

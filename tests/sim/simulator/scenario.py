@@ -58,15 +58,15 @@ class Focus:
         plain = vars(Focus())
         values = {k: v for k, v in vars(self).items() if v != plain[k] and k != "edits"}
         if "shapes" in values:
-            values["shapes"] = [SHAPES.index(shape) for shape in self.shapes]
+            values["shapes"] = [list(vars(shape).values()) for shape in self.shapes]
         return json.dumps(values) if values else ""
 
     @staticmethod
     def from_json(text: str) -> Focus:
-        """The focus that ``to_json`` described; shapes by their index in ``SHAPES``."""
+        """The focus that ``to_json`` described."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
         if "shapes" in values:
-            values["shapes"] = tuple(SHAPES[index] for index in values["shapes"])
+            values["shapes"] = tuple(Shape(*fields) for fields in values["shapes"])
         return Focus(**values)
 
 

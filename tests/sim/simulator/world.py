@@ -29,7 +29,6 @@ from deepep_cupy.transport.board import LINE_BYTES
 from simulator.machine import Fault, Machine, Use
 from simulator.shapes import Edit, Shape, library
 
-SLOT_BYTES = 16 * 1024
 NUM_SLOTS = 14
 LOCAL_BYTES = 96 * 1024
 PHASES = {1: "header", 2: "partial counts", 3: "experts", 4: "bulk load", 5: "arrival"}
@@ -86,8 +85,9 @@ class RankMemory:
         self.control = ControlLayout(ranks, setting.num_experts)
         self.report_layout = ReportLayout(ranks, setting.num_experts)
         head = align(self.control.nbytes, OFFSET_UNIT)
-        self.device = machine.region(f"rank{rank}.pool", head + NUM_SLOTS * SLOT_BYTES, rank)
-        self.slots = [head + i * SLOT_BYTES for i in range(NUM_SLOTS)]
+        self.slot_bytes = max(16, 4 * ranks) * 1024
+        self.device = machine.region(f"rank{rank}.pool", head + NUM_SLOTS * self.slot_bytes, rank)
+        self.slots = [head + i * self.slot_bytes for i in range(NUM_SLOTS)]
         local = machine.region(f"rank{rank}.local", LOCAL_BYTES, rank)
         self.local = Space(machine, local, rank)
         self.report = machine.region(f"rank{rank}.report", 8 * self.report_layout.num_words, -1)
@@ -115,7 +115,7 @@ class RankMemory:
         label(control.histogram, control.experts - control.histogram, "histogram")
         label(control.experts, control.nbytes - control.experts, "experts")
         for i, offset in enumerate(self.slots):
-            label(offset, SLOT_BYTES, f"block{i}")
+            label(offset, self.slot_bytes, f"block{i}")
 
 
 @dataclass
@@ -179,8 +179,9 @@ class World:
         """Give a block back, in stream order: later calls may get it."""
         if self.setting.quarantine:
             return
-        self.machine.mark(rank, len(self.calls), self.memory[rank].device, offset, SLOT_BYTES,
-                          Use.DEAD)  # fmt: skip
+        memory = self.memory[rank]
+        nbytes = memory.slot_bytes
+        self.machine.mark(rank, len(self.calls), memory.device, offset, nbytes, Use.DEAD)
         self._free[rank].append(offset)
 
     # ---------------------------------------------------------------------------- calls
@@ -256,8 +257,9 @@ class World:
     def block(self, rank: int, call: Call, pick: int) -> int:
         """A block of the pool for this operation's results."""
         offset = self.take_slot(rank, pick)
-        device = self.memory[rank].device
-        self.machine.mark(rank, call.serial, device, offset, SLOT_BYTES, Use.OUTPUT, call.serial)
+        memory = self.memory[rank]
+        nbytes, owner = memory.slot_bytes, call.serial
+        self.machine.mark(rank, owner, memory.device, offset, nbytes, Use.OUTPUT, owner)
         return offset
 
     def _padded(self, raw: bytes) -> bytes:
