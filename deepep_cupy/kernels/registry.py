@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepep_cupy.errors import ContractError
+from deepep_cupy.kernels.bench_specs import BENCH_KERNELS
 from deepep_cupy.kernels.local_specs import LOCAL_KERNELS
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
 
@@ -94,6 +95,17 @@ COMBINE = Struct(
     "One rank's combine.",
 )
 
+COMBINE_EXPANDED = Struct(
+    "CombineExpanded",
+    (
+        Param("plain", COMBINE, doc="x: [rows]; weights: [rows]; num_topk: K, always"),
+        Param("index_offset", "u32", doc="of this rank's expanded_row, in kOffsetUnit"),
+        Param("row_weights_offset", "u32", doc="of this rank's row weights, in kOffsetUnit"),
+        Param("weighted", "u32", doc="1 when rows are multiplied with weights"),
+    ),
+    "One rank's combine of the expanded layout.",
+)
+
 KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="barrier",
@@ -137,14 +149,22 @@ KERNELS: tuple[KernelSpec, ...] = (
         shared_bytes="kCombineBulkSharedBytes",
         min_arch=90,
     ),
+    KernelSpec(
+        name="combine_expanded",
+        source="combine_expanded.cu",
+        entry="combine_expanded",
+        params=(Param("comm", COMM), Param("d", COMBINE_EXPANDED)),
+        doc="all copies of the expanded layout back to their tokens, added up, by loads",
+        shared_bytes="kCombineSharedBytes",
+    ),
     *LOCAL_KERNELS,
 )
-"""In the order ``kernels list`` prints them."""
+"""What a Buffer builds and launches, in the order ``kernels list`` prints them."""
 
 
 def list_kernels() -> tuple[KernelSpec, ...]:
-    """Return the specs of all kernels. Local; needs neither CuPy nor MPI."""
-    return KERNELS
+    """Return the specs of all kernels, those of ``bench`` too. Local; needs no CuPy, no MPI."""
+    return (*KERNELS, *BENCH_KERNELS)
 
 
 def get_kernel(name: str, kernels: Iterable[KernelSpec] | None = None) -> KernelSpec:
@@ -153,7 +173,7 @@ def get_kernel(name: str, kernels: Iterable[KernelSpec] | None = None) -> Kernel
     Raises:
         ContractError: There is no such kernel; the message lists those there are.
     """
-    known = KERNELS if kernels is None else tuple(kernels)
+    known = list_kernels() if kernels is None else tuple(kernels)
     for spec in known:
         if spec.name == name:
             return spec
