@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +26,18 @@ KERNEL_OPTIONS = (
 )
 
 
+KEEP_SECONDS = 7 * 24 * 3600
+
+
+@functools.cache
 def cache_dir() -> Path:
-    """Where compiled libraries are kept: a folder of this user in the temporary folder."""
+    """Where compiled libraries are kept for a week: this user's folder in the temporary one."""
     folder = Path(tempfile.gettempdir()) / f"deepep_cupy_sim_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > KEEP_SECONDS:
+                path.unlink()
     return folder
 
 
