@@ -169,7 +169,7 @@ class _Bench:
             self._comm,
             num_max_tokens_per_rank=64,
             hidden=args.hidden,
-            num_topk=8,
+            num_topk=0,
             dtype="bfloat16",
             engine="cuda",
         ) as buffer:

@@ -28,8 +28,8 @@ from deepep_cupy.testing.litmus import (
     Litmus,
     Place,
     Words,
+    every_test,
     region_bytes,
-    tests,
 )
 from deepep_cupy.transport.cuda_ipc import open_region
 from deepep_cupy.transport.topology import Topology, survey
@@ -182,7 +182,7 @@ def _run_tests(
         peer = region.peer_base[1 - group.rank] if group.size > 1 and group.rank < 2 else 0
         place = Place(group.rank, region.base, peer, group.allgather)
         one = Litmus(CupyMachine(gpu.num_sms), place, words)
-        todo = list(tests(producers))
+        todo = list(every_test(producers, bulk=topology.gpus[0].capability >= (9, 0)))
         bar = Progress(len(todo), shown=group.rank == 0)
         for number, test in enumerate(todo):
             bar.update(number, f"{test.producer}, {test.protocol}, {test.load}")

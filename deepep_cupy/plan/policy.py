@@ -52,19 +52,22 @@ _NO_ALLOCATE = "ld.global.L1::no_allocate"
 _RELAXED = "ld.relaxed.sys.global"
 _NC = "ld.global.nc.L1::no_allocate"
 _NC_256B = "ld.global.nc.L1::no_allocate.L2::256B"
+_BULK = "cp.async.bulk"
+_FENCED_BULK = "fence.proxy.async + cp.async.bulk"
 
 
 @dataclass(frozen=True)
 class Access:
-    """One kind of access to row data, as ``kernels/cuda/common/access.cuh`` has it.
+    """One way to read rows, as ``common/access.cuh`` and ``asm/bulk.cuh`` have it.
 
     Attributes:
         name: For people.
-        function: The function of ``access.cuh``.
+        function: Its function there.
         nbytes: What one load reads.
         protocol: What it relies on, a key of ``PROTOCOLS``.
         coherent: The load with ``DEEPEP_CUPY_LOADS=coherent``: sound by the rules of PTX.
         nc: The load with ``DEEPEP_CUPY_LOADS=nc``.
+        min_arch: Oldest architecture that has it.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Access:
     protocol: str
     coherent: str
     nc: str
+    min_arch: int = 80
 
     def load(self, loads: str) -> str:
         """The load with ``loads``, ``"coherent"`` or ``"nc"``."""
@@ -88,8 +92,10 @@ ACCESSES = (
     Access("peer read", "read_peer", 16, "reader", _RELAXED, _NC_256B),
     Access("narrow peer read", "read_peer_narrow", 8, "reader", _RELAXED, _RELAXED),
     Access("narrow peer read", "read_peer_narrow", 4, "reader", _RELAXED, _RELAXED),
+    Access("bulk load of local rows", "bulk_load", 16, "boundary", _BULK, _BULK, 90),
+    Access("bulk load of peers' rows", "bulk_load", 16, "reader", _FENCED_BULK, _FENCED_BULK, 90),
 )
-"""All accesses but writes and bulk copies. Reads of 2 and 1 bytes are as those of 4."""
+"""All reads of rows. Those of 2 and 1 bytes are as those of 4."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,10 @@ class Verdict:
         unknown: list[str] = []
         checks = 0
         for access in accesses:
+            if self.arch < access.min_arch:
+                continue
             load = access.load(loads)
-            wanted = set(self._situations(access.protocol))
+            wanted = set(self._situations(access.protocol, bulk=load in (_BULK, _FENCED_BULK)))
             for reading in self.readings:
                 if (reading.load, reading.nbytes) != (load, access.nbytes):
                     continue
@@ -255,13 +263,13 @@ class Verdict:
         reasons = tuple(dict.fromkeys(unknown))
         return Judgement("inconclusive" if reasons else "passed", reasons, checks)
 
-    def _situations(self, protocol: str) -> Iterator[tuple[str, str, str]]:
+    def _situations(self, protocol: str, *, bulk: bool) -> Iterator[tuple[str, str, str]]:
         """(producer, pointer, protocol) in which an access that relies on ``protocol`` may be."""
         if self.num_gpus > 1:
             yield "peer", "local", protocol
             yield "peer", "peer", protocol
         yield "kernel", "local", protocol
-        if protocol != "boundary":
+        if protocol != "boundary" and not bulk:
             yield "block", "local", protocol
 
     def _no_teeth(self) -> Iterator[str]:

@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deepep_cupy.kernels.compile import Loaded
 from deepep_cupy.kernels.launch import Launch
-from deepep_cupy.kernels.ptx_module import get_module, load_entry
+from deepep_cupy.kernels.ptx_module import PtxEntry, get_module, load_entry
 from deepep_cupy.plan.policy import PROTOCOLS, Reading
 
 __all__ = [
+    "BULK_LOADS",
     "LOADS",
     "WIDTHS",
     "CupyMachine",
@@ -29,8 +31,8 @@ __all__ = [
     "Place",
     "Test",
     "Words",
+    "every_test",
     "region_bytes",
-    "tests",
 ]
 
 LOADS = (
@@ -48,8 +50,11 @@ LOADS = (
 """Kinds of loads, in the order in which the module numbers them."""
 WIDTHS = (16, 8, 4)
 """Bytes of one load, in the module's order."""
+BULK_LOADS = ("fence.proxy.async + cp.async.bulk", "cp.async.bulk")
+"""Loads of the copy engine, as ``ptx/litmus_bulk.sm_90.ptx`` numbers them."""
 MAX_ROUND = 65535
-MAX_WORDS = 16384
+MAX_WORDS = 1024
+"""Shared memory of the module for bulk loads holds no more."""
 
 _READER, _WATCHER, _WRITER = 1, 2, 4
 _WATCHED, _SAME_SM, _ACQUIRE, _ALONE, _APART = 1, 2, 4, 8, 16
@@ -66,6 +71,7 @@ _PHASES = {  # bits of the fourth word of the board
     2: "the writer's or the watcher's round",
     4: "the writer's round, in the watcher",
     8: "the reader to be ready, in the writer",
+    16: "a bulk load",
 }
 
 # Where things lie in each rank's memory; what different sides write is on lines of its own.
@@ -89,8 +95,13 @@ class Test:
     __test__ = False  # no test of pytest's
 
 
-def tests(producers: Sequence[str]) -> Iterator[Test]:
-    """All tests for some of ``"peer"``, ``"kernel"`` and ``"block"``."""
+def every_test(producers: Sequence[str], *, bulk: bool = False) -> Iterator[Test]:
+    """All tests for some of ``"peer"``, ``"kernel"`` and ``"block"``.
+
+    Args:
+        producers: Who can write.
+        bulk: Whether the GPU has bulk loads; no other block of the same kernel writes for them.
+    """
     for producer in producers:
         for pointer in ("local", "peer") if producer == "peer" else ("local",):
             for protocol in PROTOCOLS:
@@ -99,6 +110,9 @@ def tests(producers: Sequence[str]) -> Iterator[Test]:
                 for load in LOADS:
                     for nbytes in WIDTHS:
                         yield Test(producer, pointer, protocol, load, nbytes)
+                if bulk and producer != "block" and not _HOW[protocol] & _WATCHED:
+                    for load in BULK_LOADS:
+                        yield Test(producer, pointer, protocol, load, 16)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class Words:
     """How much each test does.
 
     Attributes:
-        num_words: Words of 16 bytes under test, at most 16384.
+        num_words: Words of 16 bytes under test, at most 1024.
         num_rounds: How often they are rewritten, at most 65534.
         limit_s: Most seconds a launch may last.
     """
@@ -144,8 +158,9 @@ class Machine(Protocol):
         """Read device memory into an array, behind all launches."""
         ...
 
-    def launch(self, grid: int, stream: int, **values: int) -> None:
-        """Launch ``litmus`` on stream 0 or 1 and return; all parameters are given."""
+    def launch(self, name: str, grid: int, stream: int, **values: int) -> None:
+        """Launch ``"litmus"`` or ``"litmus_bulk"`` on stream 0 or 1 and return; all parameters
+        are given."""
         ...
 
     def finish(self) -> None:
@@ -162,8 +177,11 @@ class CupyMachine:
         self.num_sms = num_sms
         self._runtime: Any = cupy.cuda.runtime
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-        self._loaded, self._entry = load_entry(get_module("litmus"), "litmus")
-        self._ready: dict[int, Launch] = {}
+        self._loaded: dict[str, tuple[Loaded, PtxEntry]] = {}
+        self._ready: dict[tuple[str, int], Launch] = {}
+        # Nothing is loaded or prepared while a kernel waits for the one that needs it.
+        for grid in {1, num_sms, _BLOCKS_PER_SM * num_sms, min(_WRITER_BLOCKS, num_sms)}:
+            self._prepare("litmus", grid)
 
     def write(self, address: int, values: NDArray[Any]) -> None:
         """See ``Machine``."""
@@ -177,15 +195,19 @@ class CupyMachine:
         runtime = self._runtime
         runtime.memcpy(values.ctypes.data, address, values.nbytes, runtime.memcpyDeviceToHost)
 
-    def launch(self, grid: int, stream: int, **values: int) -> None:
+    def launch(self, name: str, grid: int, stream: int, **values: int) -> None:
         """See ``Machine``."""
-        ready = self._ready.get(grid)
-        if ready is None:
-            ready = Launch(self._loaded, self._entry, {}, grid=grid, values=values)
-            self._ready[grid] = ready
-        else:
-            ready.set(**values)
+        ready = self._ready.get((name, grid)) or self._prepare(name, grid)
+        ready.set(**values)
         ready(self._streams[stream].ptr)
+
+    def _prepare(self, name: str, grid: int) -> Launch:
+        if name not in self._loaded:
+            self._loaded[name] = load_entry(get_module(name), name)
+        loaded, entry = self._loaded[name]
+        values = dict.fromkeys((param.name for param in entry.params), 0)
+        self._ready[name, grid] = Launch(loaded, entry, {}, grid=grid, values=values)
+        return self._ready[name, grid]
 
     def finish(self) -> None:
         """See ``Machine``."""
@@ -343,7 +365,13 @@ class Litmus:
     def _launch(self, test: Test, first: int, *, grid: int, stream: int, **values: int) -> None:
         base, words = self._place.base, self._words
         rounds = 1 if test.protocol == "boundary" else words.rounds(test.protocol)
+        bulk = test.load in BULK_LOADS
+        load = 0
+        if values["roles"] != _WRITER:
+            load = (BULK_LOADS if bulk else LOADS).index(test.load)
+            load = load if bulk else len(WIDTHS) * load + WIDTHS.index(test.nbytes)
         self._machine.launch(
+            "litmus_bulk" if bulk and values["roles"] == _READER else "litmus",
             grid,
             stream,
             board=base + _BOARD,
@@ -352,7 +380,7 @@ class Litmus:
             num_words=words.num_words,
             first_round=first,
             num_rounds=rounds,
-            load=len(WIDTHS) * LOADS.index(test.load) + WIDTHS.index(test.nbytes),
+            load=load,
             **values,
         )
 

@@ -14,11 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ptx_grid.text import Program
 from ptx_grid.world import World
 
-__all__ = ["BASES", "NUM_SMS", "TEXT", "Model", "one_rank", "two_ranks"]
+__all__ = ["BASES", "NUM_SMS", "TEXT", "TEXTS", "Model", "one_rank", "programs_of", "two_ranks"]
 
-MODULE = get_module("litmus")
-ENTRY = MODULE.entry("litmus")
-TEXT = MODULE.path.read_text(encoding="utf-8")
+TEXTS = {
+    name: get_module(name).path.read_text(encoding="utf-8") for name in ("litmus", "litmus_bulk")
+}
+TEXT = TEXTS["litmus"]
+ENTRIES = {name: get_module(name).entry(name) for name in TEXTS}
 NUM_SMS = 2
 NUM_THREADS = 4
 BASES = (0x4000, 0xC000)
@@ -30,14 +32,14 @@ class Model:
     """``testing.litmus.Machine`` on one GPU of a world that several threads run.
 
     Attributes:
-        launched: (grid, stream, values) of every launch.
+        launched: (name, grid, stream, values) of every launch.
         place: Block → SM, or None for the usual.
     """
 
     num_sms = NUM_SMS
 
-    def __init__(self, world, gpu, program, lock):
-        self.world, self.gpu, self.program, self.lock = world, world.gpus[gpu], program, lock
+    def __init__(self, world, gpu, programs, lock):
+        self.world, self.gpu, self.programs, self.lock = world, world.gpus[gpu], programs, lock
         self.launched, self.place = [], None
 
     def write(self, address, values):
@@ -50,11 +52,12 @@ class Model:
             data = self.world.memory[address : address + values.nbytes]
         values.view("u1").reshape(-1)[:] = list(data)
 
-    def launch(self, grid, stream, **values):
-        params = Packed(ENTRY.layout({}), values, "litmus").tobytes()
+    def launch(self, name, grid, stream, **values):
+        params = Packed(ENTRIES[name].layout({}), values, name).tobytes()
         with self.lock:
-            self.gpu.launch(self.program, grid, NUM_THREADS, params, stream, self.place)
-        self.launched.append((grid, stream, values))
+            program = self.programs[name]
+            self.gpu.launch(program, grid, NUM_THREADS, params, stream, self.place)
+        self.launched.append((name, grid, stream, values))
 
     def finish(self):
         while self.gpu.running or any(self.gpu.streams.values()):
@@ -62,9 +65,15 @@ class Model:
                 self.world.run_some(500)
 
 
-def one_rank(words=WORDS, text=TEXT, seed=0):
+def programs_of(**changed):
+    """Both modules, some with another text."""
+    return {name: Program(text) for name, text in (TEXTS | changed).items()}
+
+
+def one_rank(words=WORDS, text=TEXT, seed=0, bulk_text=TEXTS["litmus_bulk"]):
     """The litmus test of one GPU, and its model."""
-    machine = Model(World(SIZE, num_sms=NUM_SMS, seed=seed), 0, Program(text), threading.Lock())
+    programs = programs_of(litmus=text, litmus_bulk=bulk_text)
+    machine = Model(World(SIZE, num_sms=NUM_SMS, seed=seed), 0, programs, threading.Lock())
     return Litmus(machine, Place(0, BASES[0], 0, lambda value: [value]), words), machine
 
 
@@ -85,12 +94,12 @@ class Pair:
 
 def two_ranks(work, words=WORDS, text=TEXT, seed=0):
     """Run ``work(litmus, machine, rank)`` on two ranks with a GPU each; their results."""
-    world, pair, program = World(SIZE, 2, NUM_SMS, seed), Pair(), Program(text)
+    world, pair, programs = World(SIZE, 2, NUM_SMS, seed), Pair(), programs_of(litmus=text)
     lock, results = threading.Lock(), [None, None]
 
     def rank_main(rank):
         place = Place(rank, BASES[rank], BASES[1 - rank], lambda told: pair.allgather(rank, told))
-        machine = Model(world, rank, program, lock)
+        machine = Model(world, rank, programs, lock)
         try:
             results[rank] = work(Litmus(machine, place, words), machine, rank)
         except Exception as error:  # noqa: BLE001 - raised again by the thread that asks

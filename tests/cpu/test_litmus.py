@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from deepep_cupy.kernels.compile import Loaded
 from deepep_cupy.kernels.inspect import find_tool
 from deepep_cupy.plan.policy import PROTOCOLS
 from deepep_cupy.testing import litmus
-from deepep_cupy.testing.litmus import LOADS, WIDTHS, Test, Words
+from deepep_cupy.testing.litmus import BULK_LOADS, LOADS, WIDTHS, Test, Words
 
 sys.path.insert(0, str(Path(__file__).parent))
-from litmus_model import BASES, NUM_SMS, TEXT, one_rank, two_ranks
+from litmus_model import BASES, NUM_SMS, SIZE, TEXT, TEXTS, one_rank, two_ranks
+from ptx_grid.text import Program
+from ptx_grid.world import World
 
 FILLS_L1 = {"ld.global", "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last"}
 STALE_IN = {"other SM", "relaxed"}
@@ -41,7 +47,9 @@ def assert_as_modelled(reading):
 
 @pytest.mark.parametrize("producer", ["kernel", "block"])
 def test_one_gpu(producer):
-    for number, test in enumerate(litmus.tests([producer])):
+    for number, test in enumerate(litmus.every_test([producer], bulk=True)):
+        if test.nbytes < 16 and test.protocol not in ("reader", "relaxed"):
+            continue
         one, _ = one_rank(seed=number)
         assert_as_modelled(one.run(test))
 
@@ -49,7 +57,7 @@ def test_one_gpu(producer):
 def test_two_gpus():
     chosen = [
         test
-        for test in litmus.tests(["peer"])
+        for test in litmus.every_test(["peer"], bulk=True)
         if test.nbytes == 16 or test.load in ("ld.global", "ld.global.nc")
     ]
 
@@ -73,11 +81,89 @@ def test_the_rank_that_only_listens_gets_the_answers_too():
 
 
 def test_all_situations_are_there_once():
-    both = list(litmus.tests(["peer", "kernel", "block"]))
+    both = list(litmus.every_test(["peer", "kernel", "block"], bulk=True))
     assert len(both) == len(set(both))
     loads = len(LOADS) * len(WIDTHS)
-    assert len(both) == loads * (len(PROTOCOLS) * 4 - 1)
+    assert len(both) == loads * (len(PROTOCOLS) * 4 - 1) + len(BULK_LOADS) * 3 * 3
+    assert set(litmus.every_test(["kernel"])) == {
+        test for test in both if test.producer == "kernel" and test.load not in BULK_LOADS
+    }
     assert set(litmus._HOW) == set(PROTOCOLS)
+
+
+class FakeCuda:
+    """What ``CupyMachine`` needs of CuPy and the driver, on a world of the interpreter."""
+
+    def __init__(self, monkeypatch):
+        vars(self).update(memcpyHostToDevice=1, memcpyDeviceToHost=2)
+        self.world = World(SIZE, num_sms=NUM_SMS)
+        self.programs, self.prepared, fake = [], [], self
+
+        class Stream:
+            made = 0
+
+            def __init__(self, non_blocking):
+                assert non_blocking
+                Stream.made += 1
+                self.ptr = Stream.made
+
+            def synchronize(self):
+                fake.world.run()
+
+        cuda = types.SimpleNamespace(runtime=self, Stream=Stream)
+        monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(litmus, "load_entry", self.load)
+        launch = litmus.Launch
+        monkeypatch.setattr(litmus, "Launch", lambda *a, **k: launch(*a, **k, driver=self))
+
+    def load(self, module, name):
+        self.programs.append(Program(module.path.read_text()))
+        return Loaded(name, len(self.programs) - 1, ()), module.entry(name)
+
+    def memcpy(self, to, source, nbytes, kind):
+        if kind == self.memcpyHostToDevice:
+            self.world.memory[to : to + nbytes] = ctypes.string_at(source, nbytes)
+        else:
+            ctypes.memmove(to, bytes(self.world.memory[source : source + nbytes]), nbytes)
+
+    def deviceSynchronize(self):
+        self.world.run()
+
+    def prepare(self, function, grid, threads, shared_bytes, params):
+        assert (threads, shared_bytes) == (128, 0)
+        self.prepared.append(grid)
+        program = self.programs[function]
+        pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
+
+        def call(stream):
+            packed = bytearray(96)
+            for number, (offset, nbytes) in enumerate(program.params.values()):
+                packed[offset : offset + nbytes] = ctypes.string_at(pointers[number], nbytes)
+            self.world.gpus[0].launch(program, grid, 4, bytes(packed), stream)
+
+        return call
+
+    def blocks_per_sm(self, function, threads, shared_bytes):
+        return 16
+
+    def num_sms(self):
+        return NUM_SMS
+
+
+def test_launches_on_a_real_machine_are_packed_as_the_module_reads_them(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+    machine = litmus.CupyMachine(NUM_SMS)
+    assert set(fake.prepared) == {1, 2, 8}  # before anything runs
+    place = litmus.Place(0, BASES[0], 0, lambda value: [value])
+    one = litmus.Litmus(machine, place, Words(8, 4, 0.5))
+    for producer, protocol, load in (
+        ("kernel", "relaxed", "ld.global.nc"),
+        ("kernel", "boundary", "ld.global.nc"),
+        ("kernel", "same SM", "ld.global"),
+        ("block", "other SM", "ld.global"),
+        ("kernel", "reader", BULK_LOADS[1]),
+    ):
+        assert_as_modelled(one.run(Test(producer, "local", protocol, load, 16)))
 
 
 # ---------------------------------------------------------------------------------- who is where
@@ -247,6 +333,64 @@ def test_every_loop_of_the_text_looks_at_the_clock():
         assert re.search(r"setp\.lt\.u64\s+%p_is, %rd_now, %rd_deadline;", loop), label
 
 
+# ------------------------------------------------------------------------------------ bulk loads
+
+
+@pytest.mark.parametrize("load", BULK_LOADS)
+def test_bulk_loads_are_made_by_their_own_module(load):
+    one, machine = one_rank()
+    reading = one.run(Test("kernel", "local", "reader", load, 16))
+    assert (reading.checks, reading.bad, reading.error) == (32, 0, "")
+    readers = [(name, values) for name, _, _, values in machine.launched if values["roles"] == 1]
+    writers = [(name, values) for name, _, _, values in machine.launched if values["roles"] == 4]
+    assert [(name, values["load"]) for name, values in readers] == [
+        ("litmus_bulk", BULK_LOADS.index(load))
+    ]
+    assert [name for name, _ in writers] == ["litmus"]
+
+
+def test_what_bulk_loads_bring_is_judged_as_other_words():
+    """The writer leaves half of each word as it was."""
+    half = swap(TEXT, STORE, "st.global.v2.u32 [%rd_at], {%r_w0, %r_w1};")
+    reading = one_rank(text=half)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    assert (reading.stale, reading.torn, reading.wrong, reading.oldest) == (0, 32, 0, 4)
+    other = swap(TEXT, STORE, f"add.u32 %r_w0, %r_w0, 65536; {STORE}")
+    reading = one_rank(text=other)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    assert (reading.stale, reading.torn, reading.wrong) == (0, 0, 32)
+
+
+def test_a_bulk_reader_that_does_not_load_again_is_stale():
+    old = "@%p_fence fence.proxy.async.global;"
+    text = swap(TEXTS["litmus_bulk"], old, f"@%p_counted bra ROUND_CAME; {old}")
+    reading = one_rank(bulk_text=text)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    assert (reading.stale, reading.torn, reading.wrong, reading.oldest) == (32, 0, 0, 4)
+
+
+def test_the_proxy_fence_is_there_or_not():
+    code = re.sub(r"//[^\n]*", "", TEXTS["litmus_bulk"])
+    between = code[code.index("LOAD_WORDS:") : code.index("WAIT_LOADED:")]
+    fences = re.findall(r"^\s*(\S+ )?(fence\S*);", between, re.MULTILINE)
+    assert fences == [("@%p_fence ", "fence.proxy.async.global")]
+    assert re.search(
+        r"ld\.param\.u32\s+%r_is, \[load\];\s+setp\.eq\.u32\s+%p_fence, %r_is, 0;", code
+    )
+    waiting = code[code.index("READ_ROUND:") : code.index("ALL_READ:")]
+    assert not re.findall(r"fence\.(?!proxy)|membar", waiting)
+
+
+@pytest.mark.parametrize("label", ["WAIT_ROUND", "WAIT_LOADED"])
+def test_a_bulk_reader_gives_up(label):
+    poll = {
+        "WAIT_ROUND": "setp.eq.u32                      %p_is, %r_seen, %r_round;",
+        "WAIT_LOADED": "mbarrier.try_wait.parity.shared::cta.b64 %p_is, [%r_loaded], %r_parity;",
+    }[label]
+    text = swap(TEXTS["litmus_bulk"], poll, "mov.pred %p_is, 0;")
+    one, _ = one_rank(Words(8, 4, 0.0003), bulk_text=text)
+    reading = one.run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    said = {"WAIT_ROUND": "the writer's or the watcher's round", "WAIT_LOADED": "a bulk load"}
+    assert said[label] in reading.error
+
+
 # --------------------------------------------------------------------------------- text and SASS
 
 
@@ -264,8 +408,6 @@ def test_loads_are_numbered_as_in_the_text():
 
 
 def sass(arch, tmp_path):
-    import subprocess
-
     ptxas, nvdisasm = find_tool("ptxas"), find_tool("nvdisasm")
     if ptxas is None or nvdisasm is None:
         pytest.skip("needs ptxas and nvdisasm: pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
@@ -299,8 +441,8 @@ def test_machine_code_is_what_the_text_says(arch, tmp_path):
 
 
 def test_the_pattern_tells_word_lane_and_round():
-    words = litmus.pattern(litmus.MAX_WORDS, litmus.MAX_ROUND)
-    assert len(np.unique(words)) == 4 * litmus.MAX_WORDS
+    words = litmus.pattern(16384, litmus.MAX_ROUND)
+    assert len(np.unique(words)) == 4 * 16384
     assert (words & 0xFFFF == litmus.MAX_ROUND).all()
     assert words[4 * 5 + 3] == (4 * 5 + 3) << 16 | litmus.MAX_ROUND
 
@@ -309,4 +451,4 @@ def test_a_boundary_test_reads_on_all_sms_and_one_round_more():
     one, machine = one_rank()
     reading = one.run(Test("kernel", "local", "boundary", "ld.global.nc", 16))
     assert reading.checks == NUM_SMS * 8 * 11
-    assert [values["roles"] for _, _, values in machine.launched] == [1, *[4, 1] * 10]
+    assert [values["roles"] for *_, values in machine.launched] == [1, *[4, 1] * 10]

@@ -20,8 +20,7 @@ from deepep_cupy.testing import litmus
 from deepep_cupy.transport.topology import Gpu, Topology
 
 sys.path.insert(0, str(Path(__file__).parent))
-from litmus_model import BASES, NUM_SMS, SIZE, TEXT, Model
-from ptx_grid.text import Program
+from litmus_model import BASES, NUM_SMS, SIZE, TEXT, Model, programs_of
 from ptx_grid.world import World
 
 GPU = Gpu(0, "here", 0, "GPU-1", "Test GPU", NUM_SMS, (8, 9), 1 << 30)
@@ -57,18 +56,18 @@ def gpu(monkeypatch, tmp_path):
 
     def machine(num_sms):
         world = World(SIZE, num_sms=num_sms)
-        return Model(world, 0, Program(text["ptx"]), threading.Lock())
+        return Model(world, 0, programs_of(litmus=text["ptx"]), threading.Lock())
 
-    def some_tests(producers):
+    def some_tests(producers, *, bulk):
         wanted = {access.load(loads) for access in policy.ACCESSES for loads in ("nc", "coherent")}
-        for test in litmus.tests(producers):
+        for test in litmus.every_test(producers, bulk=bulk):
             in_force = test.protocol in ("reader", "boundary") and test.load in wanted
             teeth = test.protocol == "relaxed" and test.nbytes == 16
             if in_force or teeth:
                 yield test
 
     monkeypatch.setattr(command, "CupyMachine", machine)
-    monkeypatch.setattr(command, "tests", some_tests)
+    monkeypatch.setattr(command, "every_test", some_tests)
     return text
 
 
@@ -184,7 +183,7 @@ def test_quick_runs_are_not_kept(gpu, monkeypatch):
     [
         (["--rounds", "0"], "--rounds must be in 1..65534, got 0"),
         (["--rounds", "65535"], "--rounds must be in 1..65534"),
-        (["--words", "16385"], "--words must be in 1..16384"),
+        (["--words", "1025"], "--words must be in 1..1024"),
         (["--limit", "0"], "--limit must be more than 0"),
         (["--limit", "nan"], "--limit must be more than 0"),
     ],

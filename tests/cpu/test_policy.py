@@ -26,7 +26,7 @@ def reading_of(test, **changes):
 
 
 def verdict_of(producers=("peer", "kernel", "block"), change=None, **fields):
-    readings = [reading_of(test) for test in litmus.tests(producers)]
+    readings = [reading_of(test) for test in litmus.every_test(producers, bulk=True)]
     if change is not None:
         readings = [each for each in map(change, readings) if each is not None]
     settings = {
@@ -59,7 +59,11 @@ def loads_of(function):
     return calls, {int(nbytes): name for nbytes, name in narrow}
 
 
-@pytest.mark.parametrize("access", ACCESSES, ids=lambda a: f"{a.function}-{a.nbytes}")
+@pytest.mark.parametrize(
+    "access",
+    [access for access in ACCESSES if access.function != "bulk_load"],
+    ids=lambda a: f"{a.function}-{a.nbytes}",
+)
 def test_the_table_is_what_access_cuh_does(access):
     known = wrappers()
     calls, narrow = loads_of(access.function)
@@ -73,12 +77,19 @@ def test_the_table_is_what_access_cuh_does(access):
 def test_no_function_that_reads_is_missing_from_the_table():
     text = (kernel_dir() / "common" / "access.cuh").read_text()
     functions = set(re.findall(r"^DEVICE \w+ (read_\w+)\(", text, re.MULTILINE))
-    assert functions == {access.function for access in ACCESSES}
+    assert functions | {"bulk_load"} == {access.function for access in ACCESSES}
+
+
+def test_bulk_loads_of_peers_rows_stand_behind_a_proxy_fence():
+    """Those of this rank's rows, in dispatch, rely on the kernel boundary."""
+    combine = (kernel_dir() / "combine_bulk.cu").read_text()
+    assert "fence_proxy_async_global();" in combine
+    assert combine.index("fence_proxy_async_global();") < combine.rindex("start_loads(c, d, s")
 
 
 def test_every_load_of_the_table_is_tested():
     for access in ACCESSES:
-        assert {access.nc, access.coherent} <= set(litmus.LOADS)
+        assert {access.nc, access.coherent} <= {*litmus.LOADS, *litmus.BULK_LOADS}
         assert access.nbytes in litmus.WIDTHS
         assert access.protocol in PROTOCOLS
 

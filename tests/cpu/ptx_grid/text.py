@@ -206,7 +206,7 @@ class Program:
         return lambda t: t.world.atomic(t, kind, address(t), bits // 8, [value(t)])
 
     def _fence(self, parts, operands):
-        if parts[0] == "mbarrier_init":
+        if parts[0] in ("mbarrier_init", "proxy"):
             return lambda t: None
         if parts[0] != "acq_rel":
             raise PtxError(f"no fence.{'.'.join(parts)} here")
