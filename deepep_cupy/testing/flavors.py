@@ -7,14 +7,13 @@ of Buffers that differ in ``DEEPEP_CUPY_LOADS`` alone. All times are medians of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
+from deepep_cupy import env
 from deepep_cupy.kernels.launch import Driver, Launch, Launchable
 from deepep_cupy.kernels.ptx_module import PtxEntry, get_module, load_entry
 from deepep_cupy.testing.timing import FLUSH_BYTES, CudaTimer, slowest
@@ -31,7 +30,6 @@ __all__ = [
     "Flavor",
     "Flush",
     "Whole",
-    "settings",
 ]
 
 LOADS = (
@@ -50,6 +48,8 @@ CHUNK_BYTES = 4096
 SHARED_BYTES = 16 * 4 * 3584
 """Dynamic shared memory of a block of bulk copies."""
 _LIMIT_NS = 5_000_000_000
+_FLUSHES = 3
+"""Before whole operations: the GPU is busy while Python prepares the call."""
 
 
 @dataclass(frozen=True)
@@ -269,14 +269,6 @@ class Copies:
 # ---------------------------------------------------------------------------- whole operations
 
 
-@contextmanager
-def settings(**variables: str) -> Iterator[None]:
-    """Let environment variables of this package have other values for a while."""
-    named = {f"DEEPEP_CUPY_{name.upper()}": value for name, value in variables.items()}
-    with mock.patch.dict("os.environ", named):
-        yield
-
-
 class Whole:
     """Buffers on one path that differ in their loads alone. The constructor is collective.
 
@@ -319,7 +311,7 @@ class Whole:
         self._handles: dict[str, Any] = {}
         self._y: dict[str, Any] = {}
         for loads in ("coherent", "nc"):
-            with settings(loads=loads, path=path):
+            with env.setting(DEEPEP_CUPY_LOADS=loads, DEEPEP_CUPY_PATH=path):
                 buffer = Buffer(
                     comm,
                     num_max_tokens_per_rank=tokens,
@@ -364,7 +356,8 @@ class Whole:
                 call, barrier = self._call(operation, loads), self.buffers[loads].barrier
 
                 def begin(barrier: Callable[[], None] = barrier) -> None:
-                    self._flush()
+                    for _ in range(_FLUSHES):
+                        self._flush()
                     barrier()
 
                 timing = self._timer.measure(call, repeats=-(-repeats // 2), barrier=begin)

@@ -191,13 +191,36 @@ def test_the_flush_covers_its_scratch(monkeypatch):
     assert gpu.view(0x600, 0x40).all()
 
 
-def test_settings_come_and_go():
+def test_whole_operations_are_timed_in_turns(monkeypatch):
+    """On the host engine, one rank: the calls, the order, and the comparison of results."""
+    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    import deepep_cupy
     from deepep_cupy import env
+    from deepep_cupy.testing.timing import HostTimer
 
-    before = env.loads(), env.path()
-    with flavors.settings(loads="nc", path="ldst"):
-        assert (env.loads(), env.path()) == ("nc", "ldst")
-    assert (env.loads(), env.path()) == before
+    made, order = [], []
+    real = deepep_cupy.Buffer
+
+    def buffer(comm, **arguments):
+        made.append((env.loads(), env.path(), arguments["num_sms"]))
+        return real(comm, **{**arguments, "engine": "host"})
+
+    monkeypatch.setattr(deepep_cupy, "Buffer", buffer)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=np.asarray))
+    monkeypatch.setattr(flavors, "CudaTimer", lambda flush_bytes: HostTimer())
+    monkeypatch.setattr(flavors, "Flush", lambda num_sms: lambda: order.append("flush"))
+    sizes = {"tokens": 5, "hidden": 32, "num_sms": 4, "num_sms_of_gpu": 8}
+    whole = flavors.Whole(mpi.COMM_WORLD, path="ldst", allgather=lambda value: [value], **sizes)
+    assert made == [("coherent", "ldst", 4), ("nc", "ldst", 4)]
+    assert whole.same_results()
+    for operation in bench_flavors._OPERATIONS:
+        times = whole.measure(operation, 4)
+        assert set(times) == {"coherent", "nc"}
+        assert min(times.values()) > 0
+    assert len(order) == 3 * 2 * 2 * (3 + 2) * flavors._FLUSHES
+    whole._y["nc"].view("u1")[0, 0] ^= 1
+    assert not whole.same_results()
+    whole.close()
 
 
 # --------------------------------------------------------------------------------------- report
