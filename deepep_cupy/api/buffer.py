@@ -122,6 +122,12 @@ class Buffer(Operations):
         return self._engine.name
 
     @property
+    def modes(self) -> frozenset[str]:
+        """What this Buffer's engine can do beside plain calls; a call that needs another mode is
+        refused. ``engines.base`` lists them; the host engine has all."""
+        return modes_of(self._engine)
+
+    @property
     def device(self) -> int | None:
         """This rank's GPU, as CuPy counts; None on the host engine. Arrays must be made on it."""
         return self._engine.device

@@ -251,8 +251,8 @@ class Operations(Lifecycle):
             allocate_on_comm_stream: Results belong to the communication stream; with
                 ``previous_event`` and ``async_finish``.
             own: On GPUs, copy the result out of the Buffer's pool into ordinary memory.
-            out: ``[T, H]``, dtype of ``x``, C-contiguous: write the result here. Must share no
-                memory with another argument.
+            out: ``[T, H]``, dtype of ``x``, C-contiguous: write the result here, and return it.
+                Must share no memory with another argument.
             reduce: Expanded layout. ``"exact"``: every copy travels, terms are the copies (rank
                 by rank, then by column of the choice), rounded once. ``"per_rank"``: each rank
                 first adds its copies of a token and rounds; less travels.
@@ -287,7 +287,8 @@ class Operations(Lifecycle):
         )
         with self._operation("combine", Kind.COMBINE):
             done = self._engine.combine(self._checker.combine(given))
-        return CombineResult(done.combined_x, done.combined_topk_weights, EventOverlap(done.event))
+        combined_x = done.combined_x if out is None else out
+        return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
 
     def barrier(self) -> None:
         """Wait until every rank is here.

@@ -296,6 +296,8 @@ class HostEngine:
         exact = routing.expanded and call.reduce == "exact"
         words = self._describe(Kind.COMBINE, call.x, call.topk_weights, None)
         words["birth"] = routing.birth
+        if routing.expanded and call.topk_weights is not None:
+            words["num_topk"] = routing.expanded_row.shape[1]  # type: ignore[union-attr]
         words["layout"] = (
             LayoutFlag.EXPANDED * routing.expanded
             | LayoutFlag.PER_RANK * (routing.expanded and not exact)
@@ -371,7 +373,7 @@ class HostEngine:
                 name, x.itemsize, scales.dtype.name if scales is not None else None
             ),
             "row_bytes": row_bytes,
-            "num_topk": 0 if topk_weights is None else topk_weights.shape[1],
+            "num_topk": 0 if topk_weights is None else topk_weights.shape[-1],
             "weights": int(topk_weights is not None),
             "num_rows": len(x),
         }

@@ -60,6 +60,7 @@ class Handle:
             received token n; -1 where that is no expert of this rank. ``None`` unless expanded.
         num_expanded_tokens: Rows of ``recv_x`` in the expanded layout, else 0 (so V2).
         expert_alignment: Of the dispatch.
+        counts_known: False where the host did not wait.
     """
 
     num_tokens: int
@@ -73,6 +74,7 @@ class Handle:
     expanded_row: Array | None = None
     num_expanded_tokens: int = 0
     expert_alignment: int = 1
+    counts_known: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -224,6 +226,7 @@ def pad(handle: Handle, num_worst_tokens: int, num_topk: int, num_local: int) ->
         num_recv_tokens_per_expert_list=[],
         expanded_row=table,
         num_expanded_tokens=rows,
+        counts_known=False,
     )
 
 

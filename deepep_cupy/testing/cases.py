@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +61,20 @@ class Case:
         routing: ``"random"``; ``"half"``: half of the columns (or tokens of a mask) are empty;
             ``"nothing"``; ``"one"``: every token to one and the same expert (rank);
             ``"skewed"``: mostly to the low ones.
+        fp8: ``""``; ``"scales"``, ``"packed"``: rows come with float32 or packed int32 scales;
+            ``"quantize"``, ``"round"``, ``"ue8m0"``: rows of ``dtype`` are cast on their way,
+            with scales of these kinds.
+        scales_layout: ``"row"`` or ``"column"``, of received scales.
+        wait: ``"host"``; ``"worst"``: no wait, R * M tokens; ``"tight"``: no wait, and as many
+            tokens as really come (at least 1). In a cached case of the dispatch that makes the
+            handle; so too with ``expand``.
+        expand: The expanded layout.
+        zero_padding: Of the expanded layout.
+        reduce: Of its combine.
+        row_weights: Whether its combine multiplies rows.
+        stats: Whether counts are added to statistics.
+        out: Whether combine writes into a given array.
+        background: Whether both calls have ``previous_event`` and ``async_finish``.
     """
 
     num_ranks: int
@@ -75,6 +89,16 @@ class Case:
     num_biases: int = 0
     expert_alignment: int = 1
     routing: str = "random"
+    fp8: str = ""
+    scales_layout: Literal["row", "column"] = "row"
+    wait: str = "host"
+    expand: bool = False
+    zero_padding: bool = False
+    reduce: Literal["exact", "per_rank"] = "exact"
+    row_weights: bool = False
+    stats: bool = False
+    out: bool = False
+    background: bool = False
 
     @property
     def id(self) -> str:
@@ -92,8 +116,18 @@ class Case:
             f"b{self.num_biases}",
             f"a{self.expert_alignment}",
             self.routing,
+            self.fp8,
+            "colscales" if self.scales_layout == "column" else "",
+            self.wait if self.wait != "host" else "",
+            "expand" if self.expand else "",
+            "zeros" if self.zero_padding else "",
+            "perrank" if self.reduce == "per_rank" else "",
+            "rowweights" if self.row_weights else "",
+            "stats" if self.stats else "",
+            "out" if self.out else "",
+            "async" if self.background else "",
         ]
-        return "-".join(parts)
+        return "-".join(filter(None, parts))
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
@@ -101,9 +135,14 @@ class Case:
         return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
 
     @property
+    def sum_dtype(self) -> np.dtype[Any]:
+        """The dtype of the rows that are combined: bfloat16 after an FP8 dispatch."""
+        return np.dtype(ml_dtypes.bfloat16) if self.fp8 else self.row_dtype
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.hidden * self.row_dtype.itemsize
+        """Bytes of the longest row."""
+        return self.hidden * max(self.row_dtype.itemsize, self.sum_dtype.itemsize)
 
     @property
     def num_max_tokens(self) -> int:
@@ -122,8 +161,13 @@ class Case:
 
     @property
     def addable(self) -> bool:
-        """Whether the rows can be combined."""
-        return self.dtype in ADDABLE
+        """Whether rows of ``sum_dtype`` can be combined."""
+        return bool(self.fp8) or self.dtype in ADDABLE
+
+    @property
+    def quantized(self) -> bool:
+        """Whether rows are cast on their way."""
+        return self.fp8 in ("quantize", "round", "ue8m0")
 
 
 # Factors of the table: per factor its levels, per level the values it stands for. The values of

@@ -16,6 +16,7 @@ __all__ = [
     "assert_combine_equal",
     "assert_dispatch_equal",
     "assert_equal_or_nan",
+    "assert_handle_equal",
     "assert_same_bits",
     "to_host",
 ]
@@ -77,17 +78,70 @@ def assert_equal_or_nan(name: str, got: Any, want: Any, *, rank: int | None = No
 
 
 def assert_dispatch_equal(got: _Dispatched, want: _Dispatched, *, rank: int | None = None) -> None:
-    """Check every field of a dispatch result and of its handle, bit by bit."""
-    for name in ("recv_x", "recv_topk_idx", "recv_topk_weights"):
-        assert_same_bits(name, getattr(got, name), getattr(want, name), rank=rank)
+    """Check every field of a dispatch result and of its handle, bit by bit.
+
+    Rows of which the reference says that they hold anything (``want.defined``) are passed over.
+    """
+    defined = getattr(want, "defined", None)
+    for name, value, right in _parts(got.recv_x, want.recv_x):
+        _compare_defined(name, value, right, defined, rank)
+    assert_same_bits("recv_topk_idx", got.recv_topk_idx, want.recv_topk_idx, rank=rank)
+    expanded = getattr(want.handle, "expanded_row", None) is not None
+    name, weights, right = "recv_topk_weights", got.recv_topk_weights, want.recv_topk_weights
+    _compare_defined(name, weights, right, defined if expanded else None, rank)
     name = "num_recv_tokens_per_expert_list"
     _assert_same(name, list(getattr(got, name)), list(getattr(want, name)), rank)
-    for name in ("num_tokens", "num_recv_tokens"):
-        value, right = int(getattr(got.handle, name)), int(getattr(want.handle, name))
+    assert_handle_equal(got.handle, want.handle, rank=rank)
+
+
+def assert_handle_equal(got: Any, want: Any, *, rank: int | None = None) -> None:
+    """Check every field of a handle. Counts on the device are needed only in some modes; an
+    engine may leave them out elsewhere."""
+    for name in ("num_tokens", "num_recv_tokens", "num_rows", "num_expanded_tokens"):
+        value, right = int(getattr(got, name)), int(getattr(want, name))
         _assert_same(f"handle.{name}", value, right, rank)
-    for name in ("recv_src_idx", "recv_rows_per_rank", "send_row"):
-        value, right = getattr(got.handle, name), getattr(want.handle, name)
-        assert_same_bits(f"handle.{name}", value, right, rank=rank)
+    for name in ("recv_src_idx", "recv_rows_per_rank", "send_row", "expanded_row"):
+        assert_same_bits(f"handle.{name}", getattr(got, name), getattr(want, name), rank=rank)
+    needed = want.expanded_row is not None or not want.counts_known
+    for name in (
+        "psum_num_recv_tokens_per_scaleup_rank",
+        "num_unaligned_recv_tokens_per_expert",
+        "psum_num_recv_tokens_per_expert",
+    ):
+        value = getattr(got, name)
+        if needed or value is not None:
+            assert_same_bits(f"handle.{name}", value, getattr(want, name), rank=rank)
+
+
+def _parts(got: Any, want: Any) -> list[tuple[str, Any, Any]]:
+    """Rows, and scales where they travel."""
+    if not isinstance(want, tuple) and not isinstance(got, tuple):
+        return [("recv_x", got, want)]
+    if not (isinstance(want, tuple) and isinstance(got, tuple)) or len(got) != len(want):
+        said = ["a pair" if isinstance(value, tuple) else "an array" for value in (got, want)]
+        raise AssertionError(f"recv_x: got {said[0]}, wanted {said[1]}")
+    _compare_order(got[1], want[1])
+    return [("recv_x", got[0], want[0]), ("scales", got[1], want[1])]
+
+
+def _compare_order(got: Any, want: Any) -> None:
+    for flag in ("c_contiguous", "f_contiguous"):
+        if getattr(want.flags, flag) and not getattr(got.flags, flag):
+            raise AssertionError(f"scales: wanted {flag}, got strides {got.strides}")
+
+
+def _compare_defined(name: str, got: Any, want: Any, defined: Any, rank: int | None) -> None:
+    """Compare the rows whose content is said; the shapes of all."""
+    if want is None or got is None or defined is None or defined.all():
+        assert_same_bits(name, got, want, rank=rank)
+        return
+    got, want = to_host(got), to_host(want)
+    if got.shape != want.shape:
+        raise AssertionError(f"{_title(name, rank)}: got {got.shape}, wanted {want.shape}")
+    blank = np.ascontiguousarray(got).copy()
+    flat = blank.view(np.uint8).reshape(len(blank), -1)
+    flat[~defined] = np.ascontiguousarray(want).view(np.uint8).reshape(len(blank), -1)[~defined]
+    assert_same_bits(name, blank, want, rank=rank)
 
 
 def assert_combine_equal(got: _Combined, want: _Combined, *, rank: int | None = None) -> None:

@@ -15,19 +15,28 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from deepep_cupy.reference import CombineResult, DispatchResult, combine, dispatch
+from deepep_cupy.reference import (
+    CombineResult,
+    DispatchResult,
+    combine,
+    dispatch,
+    get_dispatch_layout,
+)
 from deepep_cupy.testing.cases import Case, cases, sequence
+from deepep_cupy.testing.modes import mode_cases
 
 __all__ = [
     "Case",
     "Expected",
     "Inputs",
+    "Part",
     "Rows",
     "cases",
     "expected",
     "make_inputs",
     "make_rank_inputs",
     "make_rows",
+    "mode_cases",
     "sequence",
 ]
 
@@ -44,7 +53,8 @@ class Inputs:
     """What one rank passes to dispatch, and its biases for combine.
 
     Attributes:
-        x: ``[T, H]`` of the case's dtype: random bits, NaN payloads included.
+        x: ``[T, H]`` of the case's dtype: random bits, NaN payloads included; where they are
+            cast on their way: rows of every kind of number, of zeros, of giants and of tiny ones.
         topk_idx: ``[T, K]``, or ``None`` where a mask is dispatched.
         topk_weights: ``[T, K]`` float32, zeros, infinities and NaN among them; or ``None``.
         mask: ``[T, R]`` bool, or ``None`` where ``topk_idx`` is given.
@@ -52,6 +62,8 @@ class Inputs:
         first_x: In a cached case: ``[T, *]`` uint8, the rows of the dispatch that makes the
             handle (with ``topk_idx`` or ``mask`` and no weights); ``x`` and ``topk_weights`` then
             go into the cached call. Else ``None``.
+        scales: ``[T, S]``, random bits, in some order and with some strides; or ``None``.
+        stats: ``[El]`` int32 to add to, or ``None``.
     """
 
     x: Array
@@ -60,14 +72,36 @@ class Inputs:
     mask: Array | None
     biases: tuple[Array, ...]
     first_x: Array | None
+    scales: Array | None = None
+    stats: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one rank passes to combine: ``y`` [N, H] and, where weights travel, ``[N, K]``."""
+    """What one rank passes to combine: a row, and weights, for each row it received.
+
+    Attributes:
+        y: ``[rows, H]``; NaN where combine must not read.
+        topk_weights: ``[N, K]``, expanded ``[rows]``, or ``None``.
+        row_weights: Expanded: ``[rows]``, or ``None``.
+    """
 
     y: Array
     topk_weights: Array | None
+    row_weights: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one rank needs to know of a case: its own entries of ``Expected``."""
+
+    inputs: Inputs
+    first: DispatchResult | None
+    dispatched: DispatchResult
+    rows: Rows | None
+    combined: CombineResult | None
+    worst: int | None
+    stats: Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +114,8 @@ class Expected:
         dispatched: Result of the dispatch under test.
         rows: Inputs of combine; empty where the rows cannot be added.
         combined: Result of combine; empty where the rows cannot be added.
+        worst: ``num_worst_tokens``; ``None`` where the host waits.
+        stats: Right statistics afterwards; ``None`` where there are none.
     """
 
     inputs: list[Inputs]
@@ -87,6 +123,20 @@ class Expected:
     dispatched: list[DispatchResult]
     rows: list[Rows]
     combined: list[CombineResult]
+    worst: list[int] | None = None
+    stats: list[Array] | None = None
+
+    def part(self, rank: int) -> Part:
+        """The entries of one rank."""
+        return Part(
+            inputs=self.inputs[rank],
+            first=self.first[rank] if self.first else None,
+            dispatched=self.dispatched[rank],
+            rows=self.rows[rank] if self.rows else None,
+            combined=self.combined[rank] if self.combined else None,
+            worst=self.worst[rank] if self.worst else None,
+            stats=self.stats[rank] if self.stats else None,
+        )
 
 
 def make_inputs(case: Case, seed: int) -> list[Inputs]:
@@ -108,29 +158,53 @@ def make_rank_inputs(case: Case, seed: int, rank: int) -> Inputs:
     if case.cached:
         first_x = _bits(rng, (tokens, min(_FIRST_BYTES, case.row_bytes)), np.dtype(np.uint8))
     shape = (tokens, case.hidden)
+    stats = None
+    if case.stats:
+        stats = rng.integers(-9, 1000, (case.num_experts or 0) // case.num_ranks, np.int32)
+    x = (
+        _to_cast(rng, shape, case.row_dtype)
+        if case.quantized
+        else _bits(rng, shape, case.row_dtype)
+    )
     return Inputs(
-        x=_bits(rng, shape, case.row_dtype),
+        x=x,
         topk_idx=topk_idx,
         topk_weights=weights,
         mask=mask,
-        biases=tuple(_values(rng, shape, case.row_dtype) for _ in range(case.num_biases)),
+        biases=tuple(_values(rng, shape, case.sum_dtype) for _ in range(case.num_biases)),
         first_x=first_x,
+        scales=_scales(case, rng, tokens) if case.fp8 in ("scales", "packed") else None,
+        stats=stats,
     )
 
 
-def make_rows(case: Case, seed: int, rank: int, num_rows: int) -> Rows:
+def make_rows(case: Case, seed: int, rank: int, num_rows: int, unread: Array | None = None) -> Rows:
     """Build what ``rank`` gives to combine, once it knows how many rows it received.
 
     The rows have nothing to do with ``recv_x``, and the weights nothing with
     ``recv_topk_weights``: every row has all K of them, so that sums over ranks are sums.
+
+    Args:
+        case: The case.
+        seed: Of the inputs.
+        rank: Whose.
+        num_rows: Rows of ``recv_x``.
+        unread: ``[num_rows]`` bool, rows that combine must not read: they are NaN.
     """
     if not case.addable:
         raise ValueError(f"make_rows(): rows of {case.dtype} cannot be combined")
     rng = _rng(case, seed, rank, 1)
-    weights = None
+    weights = row_weights = None
     if case.weights:
-        weights = _floats(rng, (num_rows, case.num_topk), np.dtype(np.float32))
-    return Rows(_values(rng, (num_rows, case.hidden), case.row_dtype), weights)
+        shape = (num_rows,) if case.expand else (num_rows, case.num_topk)
+        weights = _floats(rng, (num_rows, math.prod(shape[1:])), np.dtype(np.float32))
+        weights = weights.reshape(shape)
+    if case.row_weights:
+        row_weights = _floats(rng, (num_rows, 1), np.dtype(np.float32)).reshape(num_rows)
+    y = _values(rng, (num_rows, case.hidden), case.sum_dtype)
+    if unread is not None and y.dtype.kind not in "iu":
+        y[unread] = np.nan
+    return Rows(y, weights, row_weights)
 
 
 def expected(case: Case, seed: int) -> Expected:
@@ -141,29 +215,74 @@ def expected(case: Case, seed: int) -> Expected:
         routing |= {
             "topk_idx": [entry.topk_idx for entry in inputs],
             "num_experts": case.num_experts,
+            "do_expand": case.expand,
         }
     else:
         routing["is_token_in_rank"] = [entry.mask for entry in inputs]
-    weights: Any = [entry.topk_weights for entry in inputs] if case.weights else None
-    xs = [entry.x for entry in inputs]
+    worst = _worst(case, inputs)
+    routing["num_worst_tokens"] = worst
+    rows: dict[str, Any] = {
+        "topk_weights": [entry.topk_weights for entry in inputs] if case.weights else None,
+        "do_zero_padding": case.zero_padding,
+        "scales_layout": case.scales_layout,
+        "quantize": case.quantized,
+        "round_scale": case.fp8 in ("round", "ue8m0"),
+        "use_ue8m0": case.fp8 == "ue8m0",
+    }
+    xs: Any = [entry.x for entry in inputs]
+    if case.fp8 in ("scales", "packed"):
+        xs = [(entry.x, entry.scales) for entry in inputs]
+    stats = [_given(entry.stats).copy() for entry in inputs] if case.stats else None
     first = None
     if case.cached:
         first = dispatch([_given(entry.first_x) for entry in inputs], **routing)
-        handles = [result.handle for result in first]
-        dispatched = dispatch(xs, handles=handles, topk_weights=weights)
+        dispatched = dispatch(xs, handles=[result.handle for result in first], **rows)
     else:
-        dispatched = dispatch(xs, topk_weights=weights, **routing)
+        dispatched = dispatch(xs, recv_stats=stats, **routing, **rows)
     if not case.addable:
-        return Expected(inputs, first, dispatched, [], [])
+        return Expected(inputs, first, dispatched, [], [], worst, stats)
     handles = [result.handle for result in dispatched]
-    rows = [make_rows(case, seed, r, handle.num_recv_tokens) for r, handle in enumerate(handles)]
+    given = [
+        make_rows(case, seed, rank, result.handle.num_rows, ~_copies(result))
+        for rank, result in enumerate(dispatched)
+    ]
     combined = combine(
-        [entry.y for entry in rows],
+        [entry.y for entry in given],
         handles,
-        topk_weights=[_given(entry.topk_weights) for entry in rows] if case.weights else None,
+        topk_weights=[_given(entry.topk_weights) for entry in given] if case.weights else None,
         biases=[entry.biases for entry in inputs],
+        reduce=case.reduce,
+        row_weights=[_given(e.row_weights) for e in given] if case.row_weights else None,
     )
-    return Expected(inputs, first, dispatched, rows, combined)
+    return Expected(inputs, first, dispatched, given, combined, worst, stats)
+
+
+def _copies(result: DispatchResult) -> Array:
+    """``[rows]`` bool: rows that hold a token, and no padding."""
+    handle = result.handle
+    if handle.expanded_row is None:
+        return result.defined
+    holds = np.zeros(handle.num_rows, np.bool_)
+    holds[handle.expanded_row[handle.expanded_row >= 0]] = True
+    return holds
+
+
+def _worst(case: Case, inputs: list[Inputs]) -> list[int] | None:
+    """``num_worst_tokens`` of each rank."""
+    most = case.num_ranks * case.num_max_tokens
+    if case.wait == "host":
+        return None
+    if case.wait == "worst":
+        return [most] * case.num_ranks
+    masks: list[Any] = [entry.mask for entry in inputs]
+    if case.from_topk:
+        experts = case.num_experts or 1
+        masks = [
+            get_dispatch_layout(_given(entry.topk_idx), experts, case.num_ranks).is_token_in_rank
+            for entry in inputs
+        ]
+    received = np.sum([mask.sum(axis=0) for mask in masks], axis=0)
+    return [max(1, int(number)) for number in received]
 
 
 def _given(array: Array | None) -> Array:
@@ -256,6 +375,40 @@ def _floats(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[An
     columns = out[:, _TINY_COLUMNS]
     columns[...] = least[rng.integers(0, least.size, columns.shape)]
     return out
+
+
+def _to_cast(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    """Rows to be cast to FP8: in turn ordinary ones, zeros, giants, tiny ones, and any bits."""
+    info = _finfo(dtype)
+    with np.errstate(all="ignore"):
+        out = (rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))).astype(dtype)
+        sign = np.where(rng.random(shape) < 0.5, -1.0, 1.0)
+        turn = np.arange(shape[0]) + int(rng.integers(5))
+        out[turn % 5 == 1] = (0.0 * sign[turn % 5 == 1]).astype(dtype)
+        giant = (sign * float(info.max) * rng.random(shape)).astype(dtype)
+        out[turn % 5 == 2] = giant[turn % 5 == 2]
+        # Around the floor of the largest value, and subnormals.
+        tiny = sign * 10.0 ** rng.uniform(math.log10(float(info.smallest_subnormal)), -3, shape)
+        out[turn % 5 == 3] = tiny.astype(dtype)[turn % 5 == 3]
+        out[turn % 5 == 4] = _floats(rng, shape, dtype)[turn % 5 == 4]
+    return out
+
+
+def _scales(case: Case, rng: np.random.Generator, tokens: int) -> Array:
+    """Random bits in C order, in Fortran order, or in every second place."""
+    packed = case.fp8 == "packed"
+    groups = -(-case.hidden // 128)
+    columns = -(-groups // 4) if packed else groups
+    dtype = np.dtype((np.int32, np.uint32)[case.hidden % 2] if packed else np.float32)
+    array = _bits(rng, (tokens, columns), dtype)
+    order = zlib.crc32(case.id.encode()) % 3
+    if order == 1:
+        return np.asfortranarray(array)
+    if order == 2:
+        wide = np.zeros((tokens, 2 * columns), dtype)
+        wide[:, ::2] = array
+        return wide[:, ::2]
+    return array
 
 
 def _specials(dtype: np.dtype[Any]) -> Array:

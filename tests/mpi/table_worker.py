@@ -12,14 +12,14 @@ import time
 from mpi4py import MPI
 
 from deepep_cupy import Buffer
-from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal
-from deepep_cupy.testing.data import cases, expected
+from deepep_cupy.testing.data import cases, expected, mode_cases
+from deepep_cupy.testing.trip import Trip, buffer_arguments
 
 
 def main():
     comm = MPI.COMM_WORLD
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    chosen = cases(comm.size)
+    chosen = cases(comm.size) + mode_cases(comm.size)
     for first in range(0, len(chosen), comm.size):
         block = chosen[first : first + comm.size]
         mine = expected(block[comm.rank], seed) if comm.rank < len(block) else None
@@ -35,16 +35,7 @@ def main():
 def deal(comm, whole, root):
     """Give each rank its own part of what ``root`` knows."""
     if whole is not None:
-        parts = [
-            (
-                whole.inputs[rank],
-                whole.first[rank] if whole.first else None,
-                whole.dispatched[rank],
-                whole.rows[rank] if whole.rows else None,
-                whole.combined[rank] if whole.combined else None,
-            )
-            for rank in range(comm.size)
-        ]
+        parts = [whole.part(rank) for rank in range(comm.size)]
         sends = [comm.isend(parts[rank], rank) for rank in range(comm.size) if rank != root]
         while not MPI.Request.Testall(sends):
             time.sleep(0.001)
@@ -55,35 +46,14 @@ def deal(comm, whole, root):
     return message.recv()
 
 
-def run(comm, case, want):
-    inputs, first, dispatched, rows, combined = want
-    with Buffer(
-        comm,
-        num_max_tokens_per_rank=case.num_max_tokens,
-        hidden=case.row_bytes,
-        num_topk=case.num_topk,
-        num_experts=case.num_experts,
-        dtype="uint8",
-        engine="host",
-        timeout_s=60,
-    ) as buffer:
-        routing = {"topk_idx": inputs.topk_idx, "is_token_in_rank": inputs.mask}
-        routing["expert_alignment"] = case.expert_alignment
-        if case.cached:
-            made = buffer.dispatch(inputs.first_x, **routing)
-            assert_dispatch_equal(made, first, rank=comm.rank)
-            routing = {"handle": made.handle}
+def run(comm, case, part):
+    with Buffer(comm, engine="host", timeout_s=60, **buffer_arguments(case)) as buffer:
         for _ in range(2):
-            got = buffer.dispatch(inputs.x, topk_weights=inputs.topk_weights, **routing)
-            assert_dispatch_equal(got, dispatched, rank=comm.rank)
-            if case.cached:
-                assert got.handle is made.handle
-            if rows is None:
-                continue
-            back = buffer.combine(
-                rows.y, got.handle, topk_weights=rows.topk_weights, bias=inputs.biases
-            )
-            assert_combine_equal(back, combined, rank=comm.rank)
+            trip = Trip(buffer, case, part)
+            got = trip.dispatch()
+            trip.compare_dispatch(got)
+            if case.addable:
+                trip.compare_combine(trip.combine(got.handle))
 
 
 if __name__ == "__main__":

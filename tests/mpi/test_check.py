@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy import env
-from deepep_cupy.testing.data import cases
+from deepep_cupy.testing.data import cases, mode_cases
 from deepep_cupy.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,8 @@ def test_every_case_has_its_row(num_ranks):
     run.check()
     rows = ROW.findall(run.outputs[0])
     assert len(HEADING.findall(run.outputs[0])) == 1
-    assert [row[0] for row in rows] == [case.id for case in cases(num_ranks, small=True)]
+    wanted = cases(num_ranks, small=True) + mode_cases(num_ranks, small=True)
+    assert [row[0] for row in rows] == [case.id for case in wanted]
     assert all(row[2] == "ok" and row[3] in ("ok", "-") for row in rows), run
     # Rows that cannot be added have no combine, and most can.
     assert len(rows) / 2 < sum(row[3] == "ok" for row in rows) < len(rows)
@@ -63,7 +64,7 @@ def test_a_fault_on_one_rank_is_shown_and_changes_the_exit_code(fault, column, s
     wrong = [row for row in rows if "WRONG" in row]
     assert wrong, run
     assert all(row[column] == "WRONG" for row in wrong), run
-    assert re.search(rf"^    rank 1: {said}: \d+ of \d+ elements differ", run.outputs[0], re.M), run
+    assert re.search(rf"^    {said} on rank 1: \d+ of \d+ elements differ", run.outputs[0], re.M), run
     last = run.outputs[0].splitlines()[-1]
     assert last.startswith(f"WRONG: {len(wrong)} of {len(rows)} cases differ"), run
 
