@@ -21,7 +21,10 @@ calls = 0
 
 
 def wrong_dispatch(result):
-    return result._replace(recv_x=np.roll(result.recv_x, 1, axis=0))
+    rows = result.recv_x
+    if isinstance(rows, tuple):  # with scales
+        return result._replace(recv_x=(np.roll(rows[0], 1, axis=0), rows[1]))
+    return result._replace(recv_x=np.roll(rows, 1, axis=0))
 
 
 def wrong_combine(result):
