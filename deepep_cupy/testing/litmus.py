@@ -131,7 +131,7 @@ class Words:
 
     def rounds(self, protocol: str) -> int:
         """Rounds of a test. With kernel boundaries all SMs read, in fewer rounds."""
-        return max(10, self.num_rounds // 50) if protocol == "boundary" else self.num_rounds
+        return max(10, self.num_rounds // 25) if protocol == "boundary" else self.num_rounds
 
 
 def region_bytes(words: Words) -> int:
