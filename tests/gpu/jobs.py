@@ -234,6 +234,22 @@ def soak(plan: Plan) -> list[Job]:
     return [*jobs, Job("soak", 4, (*argv, "--calls", str(max(20, calls // 5))), 330)]
 
 
+def litmus(plan: Plan) -> list[Job]:
+    """What loads see of what was just written."""
+    argv = worker("litmus", *(["--rounds", 50] if plan.quick else []))
+    return [Job("litmus", ranks, argv, 150) for ranks in sorted({1, min(plan.gpus, 2)})]
+
+
+def modes(_: Plan) -> list[Job]:
+    """Every mode beyond the plain ones, and graphs, streams and threads."""
+    return [Job("modes", 2, worker("modes"), 300), Job("modes", 4, worker("modes"), 300)]
+
+
+def expand(_: Plan) -> list[Job]:
+    """The cast to FP8 and the grouped-GEMM layout."""
+    return [Job("expand", 2, worker("expand"), 300), Job("expand", 4, worker("expand"), 300)]
+
+
 def rawmodule(_: Plan) -> list[Job]:
     """The kernels' public text and PTX in plain CuPy."""
     return [Job("rawmodule", ranks, worker("rawmodule", "--timeout", 100), 300) for ranks in (1, 2)]
@@ -318,6 +334,9 @@ PARTS: dict[str, Callable[[Plan], list[Job]]] = {
     "failures": failures,
     "speed": speed,
     "speed_shared": speed_shared,
+    "litmus": litmus,
+    "modes": modes,
+    "expand": expand,
     "soak": soak,
     "pool": pool,
     "rawmodule": rawmodule,
