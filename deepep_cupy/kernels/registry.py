@@ -95,6 +95,17 @@ COMBINE = Struct(
     "One rank's combine.",
 )
 
+COMBINE_EXPANDED = Struct(
+    "CombineExpanded",
+    (
+        Param("plain", COMBINE, doc="x: [rows]; weights: [rows]; num_topk: K, always"),
+        Param("index_offset", "u32", doc="of this rank's expanded_row, in kOffsetUnit"),
+        Param("row_weights_offset", "u32", doc="of this rank's row weights, in kOffsetUnit"),
+        Param("weighted", "u32", doc="1 when rows are multiplied with weights"),
+    ),
+    "One rank's combine of the expanded layout.",
+)
+
 KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="barrier",
@@ -137,6 +148,14 @@ KERNELS: tuple[KernelSpec, ...] = (
         doc="rows back to their tokens, added up, by the bulk copy engine",
         shared_bytes="kCombineBulkSharedBytes",
         min_arch=90,
+    ),
+    KernelSpec(
+        name="combine_expanded",
+        source="combine_expanded.cu",
+        entry="combine_expanded",
+        params=(Param("comm", COMM), Param("d", COMBINE_EXPANDED)),
+        doc="all copies of the expanded layout back to their tokens, added up, by loads",
+        shared_bytes="kCombineSharedBytes",
     ),
     *LOCAL_KERNELS,
 )

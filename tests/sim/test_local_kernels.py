@@ -12,7 +12,8 @@ from deepep_cupy.kernels.registry import get_kernel
 from deepep_cupy.kernels.source import flatten
 from deepep_cupy.plan.headers import dtype_code
 from deepep_cupy.plan.launch import access_bytes
-from deepep_cupy.reference import combine, dispatch, quantize
+from deepep_cupy.reference import dispatch, quantize
+from deepep_cupy.reference.combine import _Copies
 from simulator.build import SIM
 from simulator.machine import Machine, Use, with_lines
 from simulator.shapes import Shape, library
@@ -389,3 +390,59 @@ def test_copies_of_a_dispatch_that_failed_are_poisoned(name):
     received = Received(3, tokens=4, index=np.int64, **COPIES[name])
     for got, _ in run_copy(received, seed=1, grid=2, birth=0):
         assert (got.view(np.uint8) == 0xFF).all()
+
+
+# ----------------------------------------------------------------------------------- reduce
+
+SUMS = {
+    "bfloat16": (BFLOAT16, 24, True),
+    "bfloat16, odd": (BFLOAT16, 9, True),
+    "float16": (np.dtype(np.float16), 40, False),
+    "float32": (np.dtype(np.float32), 520, True),
+    "float64": (np.dtype(np.float64), 6, True),
+    "float64, odd": (np.dtype(np.float64), 7, False),
+    "int8": (np.dtype(np.int8), 32, False),
+    "uint16": (np.dtype(np.uint16), 5, False),
+    "int64": (np.dtype(np.int64), 4, False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("topk", "local", "worst"), [(3, 2, None), (8, 8, 14)])
+def test_sums_of_copies(name, topk, local, worst):
+    dtype, hidden, weighted = SUMS[name]
+    case = {"tokens": 6, "topk": topk, "local": local, "index": np.int32, "worst": worst}
+    handle = Received(5, alignment=2, **case).expanded[0].handle
+    rng = np.random.default_rng(hidden)
+    y = (rng.standard_normal((handle.num_rows, hidden)) * 100).astype(dtype)
+    if dtype.kind not in "iu":
+        y.reshape(-1)[rng.integers(0, y.size, y.size // 4)] = -0.0
+    weights = rng.standard_normal(handle.num_rows).astype(np.float32)
+    copies = _Copies(y, handle)
+    copies.weight = weights if weighted else None
+    want = copies.summed().y
+    table = handle.expanded_row
+    real = (table >= 0).any(axis=1)
+    carried = np.where(table >= 0, weights[table], np.float32(0))
+
+    rank = Rank(seed=topk, grid=2, byte_wise=hidden * dtype.itemsize % 4 != 0)
+    x, row_bytes = rank.put(y), hidden * dtype.itemsize
+    out, out_weights = rank.space(want.nbytes), rank.space(carried.nbytes)
+    rank.launch(
+        "reduce_copies",
+        x=x,
+        out=out,
+        expanded_row=rank.put(table),
+        row_weights=rank.put(weights) if weighted else 0,
+        weights=rank.put(weights),
+        out_weights=out_weights,
+        num_tokens=len(table),
+        num_topk=topk,
+        row_bytes=row_bytes,
+        access_bytes=access_bytes(row_bytes, (x, out), (dtype.itemsize,)),
+        dtype=dtype_code(dtype.name, dtype.itemsize),
+    )
+    got = rank.get(out, want.shape, dtype, real), rank.get(out_weights, table.shape, "f4", real)
+    rank.run()
+    same_bits("sums", got[0]()[real], want[real])
+    same_bits("weights", got[1]()[real], carried[real])

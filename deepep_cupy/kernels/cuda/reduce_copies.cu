@@ -13,7 +13,7 @@ constexpr int kBatch = 2;  // copies whose loads are in flight together
 // row, weight: of the copy for choice `lane`; copies: one bit a choice.
 template <class Number, int kBytes>
 DEVICE void reduce_row(const ReduceCommon& d, u32 token, u32 row, f32 weight, u32 copies) {
-    constexpr int kUnroll = kBytes < 16 ? 1 : 4;
+    constexpr int kUnroll = kBytes < 16 ? 1 : 3;
     u32 units = d.row_bytes / kBytes;
     u8* out = d.out + static_cast<u64>(token) * d.row_bytes;
     for (u32 begin = 0; begin < units; begin += 32u * kUnroll) {

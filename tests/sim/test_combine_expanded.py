@@ -1,0 +1,176 @@
+"""The combine that fetches every copy of the expanded layout: two and three ranks, bit by bit."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag, dtype_code, layout_word
+from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.reference import combine, dispatch
+from simulator.machine import Use, with_lines
+from simulator.shapes import Shape
+from simulator.world import Setting, World
+
+BIRTH = 41
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Story:
+    """One combine on all ranks of a dispatch that the reference has done.
+
+    Args:
+        seed: Of the data and the machine.
+        ranks: R.
+        dtype: Of the rows.
+        hidden: H.
+        topk: K.
+        local: El.
+        weighted: Rows are multiplied with weights.
+        weights: Weights travel back.
+        biases: How many.
+        worst: Shapes of a dispatch that did not wait.
+    """
+
+    def __init__(self, seed, ranks, dtype, hidden, *, topk, local, weighted, weights, biases, worst):
+        rng = self.rng = np.random.default_rng(seed)
+        tokens = [int(t) for t in rng.integers(0, 7, ranks)]
+        tokens[seed % ranks] = 5
+        experts = ranks * local
+        index = [
+            np.array([rng.permutation(experts)[:topk] for _ in range(t)], np.int64).reshape(t, topk)
+            for t in tokens
+        ]
+        for one in index:
+            one[rng.random(one.shape) < 0.3] = -1
+        arrived = dispatch(
+            [np.zeros((t, 1), np.uint8) for t in tokens],
+            topk_idx=index,
+            num_experts=experts,
+            do_expand=True,
+            expert_alignment=2,
+            num_worst_tokens=[7 * ranks] * ranks if worst else None,
+        )
+        self.handles = [one.handle for one in arrived]
+        self.dtype, self.hidden, self.topk = np.dtype(dtype), hidden, topk
+        rows = [handle.num_rows for handle in self.handles]
+        self.ys = [self.values((n, hidden)) for n in rows]
+        self.biases = [[self.values((t, hidden)) for _ in range(biases)] for t in tokens]
+        self.row_weights = [rng.standard_normal(n).astype(np.float32) for n in rows]
+        self.weights = [rng.standard_normal(n).astype(np.float32) for n in rows] if weights else None
+        for one in self.weights or ():
+            one[rng.random(one.shape) < 0.3] = -0.0
+        self.weighted = weighted
+        self.want = combine(
+            self.ys,
+            self.handles,
+            topk_weights=self.weights,
+            biases=self.biases,
+            row_weights=self.row_weights if weighted else None,
+        )
+        setting = Setting(Shape(ranks), experts, byte_wise=hidden * self.dtype.itemsize % 4 != 0)
+        self.world = World(seed, setting)
+
+    def values(self, shape):
+        if self.dtype.kind in "iu":
+            return self.rng.integers(-100, 100, shape).astype(self.dtype)
+        values = (self.rng.standard_normal(shape) * 100).astype(self.dtype)
+        values[self.rng.random(shape) < 0.1] = -0.0
+        return values
+
+    def in_pool(self, rank, call, array):
+        """Into a block that peers read; its offset."""
+        world = self.world
+        offset, device = world.take_slot(rank, 0), world.memory[rank].device
+        raw = array.tobytes()
+        raw += bytes(-len(raw) % 4)
+        assert len(raw) <= 16 * 1024
+        world.machine.mark(rank, call.serial, device, offset, 16 * 1024, Use.INPUT)
+        if raw:
+            world.machine.write(rank, call.serial, device, offset, raw)
+        return offset
+
+    def launch(self, rank, call, grid):
+        """On one rank; what a later kernel reads."""
+        world, handle, y = self.world, self.handles[rank], self.ys[rank]
+        local = world.memory[rank].local.address
+
+        def array(data):
+            return local(world.array(rank, call, data))
+
+        rows = self.in_pool(rank, call, y)
+        weights = 0 if self.weights is None else self.in_pool(rank, call, self.weights[rank])
+        row_bytes, tokens = self.hidden * self.dtype.itemsize, handle.num_tokens
+        sizes = (tokens * row_bytes, 4 * tokens * self.topk)
+        out, out_weights = (world.output(rank, call, size) for size in sizes)
+        biases = [array(bias) for bias in self.biases[rank]]
+        own = array(y) if rank % 2 else world.machine.address(rank, world.memory[rank].device, rows)
+        flags = LayoutFlag.EXPANDED | (LayoutFlag.ROW_WEIGHTS if self.weighted else 0)
+        table, factors = handle.expanded_row, self.row_weights[rank]
+        plain = {
+            "x": own,
+            "out": local(out),
+            "combined_weights": local(out_weights) if self.weights is not None else 0,
+            "bias": [*biases, *[0] * (2 - len(biases))],
+            "send_row": array(handle.send_row),
+            "birth": array(np.array([BIRTH], np.uint32)),
+            "num_tokens": tokens,
+            "num_rows": len(y),
+            "num_topk": self.topk,
+            "has_weights": int(self.weights is not None),
+            "row_bytes": row_bytes,
+            "access_bytes": access_bytes(
+                row_bytes, (own, local(out), *biases), (self.dtype.itemsize,)
+            ),
+            "dtype": dtype_code(self.dtype.name, self.dtype.itemsize),
+            "rows_offset": rows // OFFSET_UNIT,
+            "weights_offset": weights // OFFSET_UNIT,
+            "layout": layout_word(Layout.NONE, flags),
+        }
+        fields = {f"plain.{name}": value for name, value in plain.items()} | {
+            "index_offset": self.in_pool(rank, call, table) // OFFSET_UNIT,
+            "row_weights_offset": self.in_pool(rank, call, factors) // OFFSET_UNIT,
+            "weighted": int(self.weighted),
+        }
+        world.launch(rank, call, "combine_expanded", Kind.COMBINE, grid, fields)
+        region = world.memory[rank].local.region
+        wanted = [(out, self.want[rank].combined_x)]
+        if self.weights is not None:
+            wanted.append((out_weights, self.want[rank].combined_topk_weights))
+        return [
+            (world.read(rank, call, region, at, want.nbytes), want)
+            for at, want in wanted
+            if want.nbytes
+        ]
+
+    def run(self, grids):
+        """All ranks; nothing may be wrong."""
+        call = self.world.begin_call("combine")
+        reads = [self.launch(rank, call, grids[rank]) for rank in range(len(self.handles))]
+        faults = self.world.machine.run()
+        assert not faults, with_lines(faults[0].text)
+        assert set(self.world.verdicts().values()) == {"ok"}
+        for rank, of_rank in enumerate(reads):
+            for read, want in of_rank:
+                got = np.frombuffer(read(), want.dtype).reshape(want.shape)
+                bad = np.argwhere(got.view(np.uint8) != want.view(np.uint8))
+                assert not len(bad), f"rank {rank}: {len(bad)} bytes differ, first at {bad[0]}"
+
+
+CASES = {
+    "bfloat16": (BFLOAT16, 24, {"topk": 4, "local": 3, "weighted": True}),
+    "bfloat16, odd": (BFLOAT16, 5, {"topk": 6, "local": 6, "weights": False}),
+    "float16": (np.float16, 8, {"topk": 8, "local": 4, "biases": 2}),
+    "float32": (np.float32, 300, {"topk": 3, "local": 2, "weighted": True, "biases": 1}),
+    "float64": (np.float64, 6, {"topk": 5, "local": 8, "weighted": True, "worst": True}),
+    "int8": (np.int8, 16, {"topk": 2, "local": 1}),
+    "int32, odd": (np.int32, 3, {"topk": 12, "local": 12, "biases": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 2), (2, 3), (3, 1)])
+def test_exact_sums(name, seed, ranks):
+    dtype, hidden, changes = CASES[name]
+    settings = {"weighted": False, "weights": True, "biases": 0, "worst": False} | changes
+    settings["topk"] = min(settings["topk"], ranks * settings["local"])
+    Story(seed, ranks, dtype, hidden, **settings).run([1 + (seed + rank) % 3 for rank in range(ranks)])
