@@ -170,6 +170,8 @@ class Checker(Checks):
                 )
             self.need("dispatch", "x", "scales")
             rows, scales = rows
+            if scales is None:
+                self.refuse("dispatch", "scales", "must be an array, got None; pass x alone")
         x = self.rows("dispatch", rows, 1 if quantize is not None else None)
         if given.dtype is not None:
             x = self._viewed(x, given.dtype)
