@@ -29,7 +29,9 @@ from deepep_cupy.engines.gpu.launches import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.engines.gpu.news import News
 from deepep_cupy.engines.gpu.report import Report
+from deepep_cupy.engines.gpu.streams import StreamPoint
 from deepep_cupy.errors import PlatformError
+from deepep_cupy.plan import policy
 from deepep_cupy.plan.headers import Kind, Refusal, RefusalCode
 from deepep_cupy.plan.launch import GridPlan
 from deepep_cupy.plan.layout import ControlLayout, ReportLayout
@@ -57,6 +59,7 @@ class CudaEngine:
     """
 
     name = "cuda"
+    modes = frozenset({"scales", "no_wait", "expert_counts", "stats", "events", "out"})
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class CudaEngine:
         self._intake = Intake(self.device, group.rank)
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         arch = 10 * gpu.capability[0] + gpu.capability[1]
-        self.loads = "nc" if env.loads() == "nc" else "coherent"
+        self.loads = self._choose_loads(group, topology, arch)
         self.path = self._choose_path(arch)
         control = ControlLayout(spec.num_ranks, spec.num_experts or 0)
         with self._device:
@@ -109,6 +112,17 @@ class CudaEngine:
         self._dispatcher = Dispatcher(self._core)
         self._combiner = Combiner(self._core)
 
+    def _choose_loads(self, group: Group, topology: Topology, arch: int) -> str:
+        """Kernels are compiled once a node: all ranks take the same."""
+        choice = policy.resolve(
+            env.loads(),
+            arch,
+            gpu=topology.gpus[group.rank].name,
+            driver=policy.driver_name(self._cupy.cuda.runtime.driverGetVersion()),
+            across_gpus=topology.num_gpus > 1,
+        )
+        return "nc" if all(each == "nc" for each in group.allgather(choice.loads)) else "coherent"
+
     def _choose_path(self, arch: int) -> str:
         wanted = env.path()
         if wanted == "bulk" and arch < 90:
@@ -135,6 +149,22 @@ class CudaEngine:
         if array is not value:
             self._core.foreign.append((array, value))
         return array
+
+    def intake_scales(self, operation: str, argument: str, value: object) -> Any:
+        """See ``ModalEngine.intake_scales``."""
+        array = self._intake(operation, argument, value, strided=True)
+        if array is not value:
+            self._core.foreign.append((array, value))
+        return array
+
+    def capture(self) -> StreamPoint:
+        """See ``ModalEngine.capture``."""
+        with self._device:
+            return self._core.point()
+
+    def comm_stream(self) -> Any:
+        """See ``ModalEngine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
+        return self._core.comm
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """See ``Engine.empty``."""
@@ -164,42 +194,36 @@ class CudaEngine:
 
     def barrier(self) -> None:
         """See ``Engine.barrier``."""
-        self._core.news.raise_any()
-        self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE))
+        with self._core:
+            self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE))
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """See ``Engine.refuse``. Under graph capture nothing is sent: the error stays local."""
-        self._core.news.raise_any()
-        serial = self._launch_barrier(kind, refusal)
-        self._core.news.own_refusal(serial)
+        with self._core as core:
+            core.news.own_refusal(self._launch_barrier(kind, refusal))
 
     def _launch_barrier(self, kind: Kind, refusal: Refusal) -> int:
         core = self._core
-        with self._device:
-            stream, capturing = core.begin()
-            if not capturing or refusal.code == RefusalCode.NONE:
+        turn = core.begin()
+        try:
+            if turn.capture == 0 or refusal.code == RefusalCode.NONE:
                 launch = core.kernels.get("barrier", 1, kind)
                 launch.refusal(kind, refusal.code, refusal.value)
-                launch(core.serial, stream.ptr)
+                launch(core.serial, turn.stream.ptr)
+            core.launched(turn)
+        finally:
+            core.end(turn)
         return core.serial
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
-        self._core.news.raise_any()
-        with self._device:
-            try:
-                return self._dispatcher.run(call)
-            finally:
-                self._core.keep_foreign()
+        with self._core:
+            return self._dispatcher.run(call)
 
     def combine(self, call: CombineCall) -> CombineOutput:
         """See ``Engine.combine``."""
-        self._core.news.raise_any()
-        with self._device:
-            try:
-                return self._combiner.run(call)
-            finally:
-                self._core.keep_foreign()
+        with self._core:
+            return self._combiner.run(call)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -211,7 +235,7 @@ class CudaEngine:
         """See ``Engine.reset``."""
         core = self._core
         with self._device:
-            core.order.drain()
+            core.drain()
             self._rendezvous.barrier("reset")
             mine = np.array([core.memory.epoch()], np.int64)
             epochs = self._rendezvous.exchange("reset", mine)[:, 0]
@@ -230,12 +254,13 @@ class CudaEngine:
             return
         with self._device:
             try:
-                core.order.drain()
+                core.drain()
                 self._rendezvous.barrier("close")
                 core.memory.region.close(lambda: self._rendezvous.barrier("close"))
             except BaseException:
                 _left_behind.append(self)
                 raise
+            core.keeper.clear()
             core.pool.close()
             if self._board_address:
                 self._cupy.cuda.runtime.hostUnregister(self._board_address)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepep_cupy.engines.base import CombineCall, CombineOutput, Routing
+from deepep_cupy.engines.base import CombineCall, CombineOutput
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout
+from deepep_cupy.engines.gpu.received import addresses_of
+from deepep_cupy.engines.gpu.streams import Turn
+from deepep_cupy.errors import ContractError
+from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Kind, Layout, Refusal, RefusalCode
 from deepep_cupy.plan.launch import access_bytes
-from deepep_cupy.transport.block import Block
 
 __all__ = ["Combiner"]
 
@@ -18,86 +20,129 @@ class Combiner:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._runtime: Any = core.cupy.cuda.runtime
 
     def run(self, call: CombineCall) -> CombineOutput:
         """See ``engines.base.Engine.combine``. On the engine's device, which is current."""
-        core, routing, weights, x = self._core, call.routing, call.topk_weights, call.x
-        cupy = core.cupy
-        stream, _ = core.begin()
-        tokens, hidden = routing.num_tokens, x.shape[1]
-        row_bytes, topk = hidden * x.itemsize, 0 if weights is None else weights.shape[1]
-        out = cupy.empty((tokens, hidden), x.dtype)
-        out_weights = None if weights is None else cupy.empty((tokens, topk), cupy.float32)
-        staged: list[Block] = []
+        core, out, weights = self._core, call.out, call.topk_weights
+        if out is not None:
+            self._check_out(call)
+        turn = core.begin(call.streams)
         try:
-            rows_offset, own_rows = self._place_rows(x, routing, stream, staged)
-            weights_offset = 0 if weights is None else self._place(weights, stream, staged)
-            biases = [bias.data.ptr for bias in call.biases]
-            access = access_bytes(row_bytes, (own_rows, out.data.ptr, *biases), (x.itemsize,))
-            biases += [0] * (2 - len(biases))
-            name = "combine_bulk" if access == 16 and core.bulk else "combine"
-            launch = core.kernels.get(name, core.grids.combine(tokens), Kind.COMBINE)
-            launch.operation(
-                own_rows,
-                out.data.ptr,
-                address(out_weights),
-                *biases,
-                routing.send_row.data.ptr,
-                routing.birth.data.ptr,
-                tokens,
-                routing.num_recv_tokens,
-                topk,
-                weights is not None,
-                row_bytes,
-                access,
-                dtype_code_of(x.dtype),
-                rows_offset // OFFSET_UNIT,
-                weights_offset // OFFSET_UNIT,
-                Layout.NONE,
-            )
-            launch(core.serial, stream.ptr)
-            core.news.at_risk(*staged)
+            tokens, x = call.routing.num_tokens, call.x
+            if out is None:
+                out = self._empty(turn, (tokens, x.shape[1]), x.dtype)
+            out_weights = None
+            if weights is not None:
+                out_weights = self._empty(turn, (tokens, weights.shape[1]), core.cupy.float32)
+            rows_offset, own_rows = self._place_rows(call, turn)
+            weights_offset = 0
+            if weights is not None:
+                weights_offset = core.place(weights, turn, "weights of combine()")
+            topk = 0 if weights is None else weights.shape[1]
+            self.launch(call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk)
+            event = None
+            if not turn.plain or core.foreign:
+                event = core.settle(turn, call, call.streams)
+        except BaseException:
+            core.settle_failed(turn, call)
+            raise
         finally:
-            core.give_back(staged)  # in stream order: behind the kernel, and so behind all readers
-        return CombineOutput(out, out_weights)
+            core.end(turn)
+        return CombineOutput(out, out_weights, event)
 
-    def _place_rows(
-        self, x: Any, routing: Routing, stream: Any, staged: list[Block]
-    ) -> tuple[int, int]:
+    def launch(
+        self,
+        call: CombineCall,
+        turn: Turn,
+        out: Any,
+        out_weights: Any,
+        rows_offset: int,
+        own_rows: int,
+        weights_offset: int,
+        topk: int,
+        layout: int = Layout.NONE,
+    ) -> None:
+        """Launch the kernel over rows that are in place.
+
+        Args:
+            call: The call.
+            turn: Its turn.
+            out: ``[T, H]``.
+            out_weights: ``[T, K]`` float32, or None.
+            rows_offset: Where the peers find this rank's rows in the region.
+            own_rows: Where this rank finds the rows of its own tokens; an address.
+            weights_offset: Where the peers find this rank's weights ``[N, K]``.
+            topk: K, 0 without weights.
+            layout: Word of the header.
+        """
+        core, routing, x = self._core, call.routing, call.x
+        row_bytes, tokens = x.shape[1] * x.itemsize, routing.num_tokens
+        known = addresses_of(routing)
+        biases = [bias.data.ptr for bias in call.biases]
+        access = access_bytes(row_bytes, (own_rows, out.data.ptr, *biases), (x.itemsize,))
+        biases += [0] * (2 - len(biases))
+        name = "combine_bulk" if access == 16 and core.bulk else "combine"
+        grid = core.grid_plan(call.num_sms).combine(tokens)
+        launch = core.kernels.get(name, grid, Kind.COMBINE)
+        launch.operation(
+            own_rows,
+            out.data.ptr,
+            address(out_weights),
+            *biases,
+            known.send_row,
+            known.birth,
+            tokens,
+            routing.num_recv_tokens,
+            topk,
+            out_weights is not None,
+            row_bytes,
+            access,
+            dtype_code_of(x.dtype),
+            rows_offset // OFFSET_UNIT,
+            weights_offset // OFFSET_UNIT,
+            layout,
+        )
+        launch(core.serial, turn.stream.ptr)
+        core.launched(turn)
+        if turn.staged:
+            core.news.at_risk(*turn.staged)
+
+    def _empty(self, turn: Turn, shape: tuple[int, int], dtype: Any) -> Any:
+        return self._core.cupy.empty(shape, dtype) if turn.plain else turn.empty(shape, dtype)
+
+    def _check_out(self, call: CombineCall) -> None:
+        """The result must not be written over what is still to be read."""
+        out: Any = call.out
+        low, high = out.data.ptr, out.data.ptr + out.nbytes
+        for other in (call.x, call.topk_weights, call.row_weights, *call.biases):
+            if other is None or not other.nbytes:
+                continue
+            if other.data.ptr < high and low < other.data.ptr + other.nbytes:
+                raise ContractError(
+                    f"combine(): argument 'out' must share no memory with another argument, on "
+                    f"rank {self._core.spec.rank}.",
+                    Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("out")),
+                )
+
+    def _place_rows(self, call: CombineCall, turn: Turn) -> tuple[int, int]:
         """Where the peers find the rows (offset in the region), and where this rank does.
 
         Rows outside the pool are copied into it, but for those of this rank's own tokens.
         """
-        core = self._core
+        core, x = self._core, call.x
         offset = core.arrays.find(x) if x.nbytes else core.control.nbytes
+        source = x.data.ptr
         if offset is not None and offset % OFFSET_UNIT == 0:
-            return offset, x.data.ptr
-        block = core.pool.alloc(x.nbytes, stream, "rows of combine()")
-        staged.append(block)
+            return offset, source
+        block = core.stage(x.nbytes, turn, "rows of combine()")
         to, row_bytes = core.memory.region.base + block.offset, x.shape[1] * x.itemsize
-        counts = getattr(routing, "host_rows_per_rank", None)
-        rank = core.spec.rank
-        if counts is None or x.data.ptr % OFFSET_UNIT:
-            self._copy(to, x.data.ptr, x.nbytes, stream)
+        counts = getattr(call.routing, "host_rows_per_rank", None)
+        rank, stream = core.spec.rank, turn.stream
+        if counts is None or source % OFFSET_UNIT:
+            core.copy_bytes(to, source, x.nbytes, stream)
             return block.offset, to
         before = sum(counts[:rank]) * row_bytes
         behind = before + counts[rank] * row_bytes
-        self._copy(to, x.data.ptr, before, stream)
-        self._copy(to + behind, x.data.ptr + behind, x.nbytes - behind, stream)
-        return block.offset, x.data.ptr
-
-    def _place(self, array: Any, stream: Any, staged: list[Block]) -> int:
-        core = self._core
-        offset = core.arrays.find(array) if array.nbytes else core.control.nbytes
-        if offset is not None and offset % OFFSET_UNIT == 0:
-            return offset
-        block = core.pool.alloc(array.nbytes, stream, "weights of combine()")
-        staged.append(block)
-        self._copy(core.memory.region.base + block.offset, array.data.ptr, array.nbytes, stream)
-        return block.offset
-
-    def _copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        if nbytes:
-            runtime = self._runtime
-            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+        core.copy_bytes(to, source, before, stream)
+        core.copy_bytes(to + behind, source + behind, x.nbytes - behind, stream)
+        return block.offset, source

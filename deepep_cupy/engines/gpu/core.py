@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections import deque
+from dataclasses import replace
 from typing import Any
 
+from deepep_cupy.engines.base import CombineCall, DispatchCall, Streams
 from deepep_cupy.engines.gpu.launches import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.engines.gpu.news import News
 from deepep_cupy.engines.gpu.order import DeviceOrder
 from deepep_cupy.engines.gpu.report import Report
-from deepep_cupy.errors import ContractError, DeepEPCupyError
-from deepep_cupy.plan.headers import dtype_code
+from deepep_cupy.engines.gpu.streams import Keeper, StreamPoint, Turn
+from deepep_cupy.errors import ContractError, DeepEPCupyError, StateError
+from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode, dtype_code
 from deepep_cupy.plan.launch import GridPlan
 from deepep_cupy.plan.layout import ControlLayout
 from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.block import Block
 
-__all__ = ["Core", "address", "copy_of", "dtype_code_of"]
+__all__ = ["Core", "address", "dtype_code_of"]
 
 _PATIENT_POLLS = 2000
 """Polls of the counts before the host looks whether the stream is still alive."""
 _LAST_SERIAL = 0xFFFFFFFF
+_PROBE_EVERY = 16
+"""Operations between two looks at what is over, for the sake of graphs captured later."""
+_HIGHEST = -100
+"""A priority that CUDA clamps to the highest there is."""
 
 
 class Core:
@@ -41,7 +49,10 @@ class Core:
 
     Attributes:
         serial: Number of the newest launch.
-        foreign: Arrays of other libraries given to the operation that is being prepared.
+        comm: The communication stream: of the highest priority, waits for no default stream.
+        keeper: Keeps objects until work is over.
+        foreign: Arrays of other libraries, and whatever else lives until the operation that is
+            being prepared is over.
     """
 
     def __init__(
@@ -72,35 +83,183 @@ class Core:
         self.order = DeviceOrder.of(device)
         self.serial = 0
         self._current_stream: Any = cupy.cuda.get_current_stream
+        self._array: type = cupy.ndarray
+        self.comm: Any = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self.keeper = Keeper(self.events, device)
         self.foreign: list[Any] = []
-        self._kept: deque[tuple[Any, list[Any]]] = deque()
-        self._captured: list[list[Any]] = []
+        self._busy = threading.Lock()
+        self._device: Any = cupy.cuda.Device(device)
+        self._turn = Turn(self)
+        self._probe: tuple[int, Any, Any] | None = None
+        self._grids: dict[int, GridPlan] = {}
+        runtime = cupy.cuda.runtime
+        self._memcpy: Any = runtime.memcpyAsync
+        self._on_device = runtime.memcpyDeviceToDevice
 
     # --------------------------------------------------------------------------------- order
 
-    def begin(self) -> tuple[Any, bool]:
-        """The current stream, ordered behind the last operation of any Buffer on this GPU, and
-        whether a graph is being captured on it. Counts the serial up."""
-        stream = self._current_stream()
-        capturing = self.events.capture_id(stream) != 0
-        if not capturing:
-            self.order.enter(stream, self.events)
-        self.serial = self.serial % _LAST_SERIAL + 1
-        return stream, capturing
+    def __enter__(self) -> Core:
+        """One call at a time, on the engine's device. A thread that finds another one in a call
+        gives way: nobody knows the order between threads that all ranks must agree on."""
+        if not self._busy.acquire(blocking=False):
+            raise StateError(
+                f"another thread of rank {self.spec.rank} is in a call of this Buffer; a Buffer "
+                f"is for one thread, or for threads that take turns, in one order on all ranks."
+            )
+        try:
+            self.news.raise_any()
+            self._device.__enter__()
+        except BaseException:
+            self._busy.release()
+            raise
+        return self
 
-    def keep_foreign(self) -> None:
-        """Keep the arrays of other libraries that this operation was given until it is over:
-        their owners reuse memory on streams of their own. Under capture, for ever."""
-        if not self.foreign:
-            return
-        kept, stream = self._kept, self._current_stream()
-        if self.events.capture_id(stream) == 0:
-            while kept and self.events.query(kept[0][0]):
-                kept.popleft()
-            kept.append((self.events.record(stream), self.foreign))
+    def __exit__(self, *error: object) -> None:
+        self._device.__exit__(*error)
+        self._busy.release()
+
+    def begin(self, streams: Streams | None = None) -> Turn:
+        """Begin an operation: on the current stream, or on the communication stream, ordered
+        behind the last operation of any Buffer on this GPU. Counts the serial up. ``launched``
+        must follow, and ``end`` in any case."""
+        stream, events, turn = self._current_stream(), self.events, self._turn
+        capture = events.capture_id(stream)
+        if capture < 0:
+            raise StateError(
+                "this stream cannot be used while another stream is being captured; use a stream "
+                "made with non_blocking=True."
+            )
+        if streams is not None and (streams.async_finish or streams.previous_event is not None):
+            turn = Turn(self)
+            turn.current, turn.capture = stream, capture
+            self._move_to_comm(turn, streams)
+            turn.stream = stream = self.comm
+            turn.plain = False
         else:
-            self._captured.append(self.foreign)
-        self.foreign = []
+            turn.current = turn.stream = stream
+            turn.capture = capture
+            turn.plain = capture == 0
+        self.serial = serial = self.serial % _LAST_SERIAL + 1
+        if capture == 0:
+            if serial % _PROBE_EVERY == 0:
+                self._look(stream)
+            if not self.keeper.idle:
+                self.keeper.reap()
+        order = self.order
+        order.lock.acquire()
+        turn.held = True
+        try:
+            if capture == 0:
+                order.enter(stream, events)
+            else:
+                order.enter_captured(stream, events, capture)
+        except BaseException:
+            self.end(turn)
+            raise
+        return turn
+
+    def _move_to_comm(self, turn: Turn, streams: Streams) -> None:
+        """Let the communication stream wait for what the operation comes after."""
+        comm, previous = self.comm, streams.previous_event
+        if previous is None:
+            comm.wait_event(self.events.record(turn.current).event)
+        else:
+            with comm:
+                previous.wait()
+        self.order.precise = True
+        found = self.events.capture_id(comm)
+        if found == turn.capture:
+            return
+        if turn.capture == 0:
+            raise StateError(
+                f"the communication stream of rank {self.spec.rank} is being captured into a "
+                f"graph; end the capture before calls outside of it."
+            )
+        raise ContractError(
+            f"argument 'previous_event' must have been made within the graph that is being "
+            f"captured, on rank {self.spec.rank}.",
+            Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("previous_event")),
+        )
+
+    def launched(self, turn: Turn) -> None:
+        """The operation is on its stream: the next one may come."""
+        if turn.held:
+            if turn.capture == 0:
+                self.order.leave(turn.stream, self.events)
+            turn.held = False
+            self.order.lock.release()
+
+    def end(self, turn: Turn) -> None:
+        """Give back what the turn holds, however the operation ended."""
+        if turn.held:
+            turn.held = False
+            self.order.lock.release()
+        if turn.staged:
+            # In stream order: behind the kernels, and so behind all readers.
+            self.give_back(turn.staged)
+            turn.staged = []
+
+    def settle(
+        self, turn: Turn, call: DispatchCall | CombineCall, streams: Streams
+    ) -> StreamPoint | None:
+        """All of the operation is on its stream: keep what it uses, let the caller's stream wait
+        for it, or say when it is over."""
+        foreign, self.foreign = self.foreign, []
+        if turn.capture != 0:
+            self.keeper.for_ever((call, foreign))
+        if turn.current is turn.stream:
+            if foreign and turn.capture == 0:
+                self.keeper.until(self.events.record(turn.stream), foreign)
+            return None
+        end = self.events.record(turn.stream)
+        if turn.capture == 0:
+            self.keeper.until(end, (call.routing, foreign, self._outside_pool(call)))
+        if streams.async_finish:
+            return turn.point(end)
+        turn.current.wait_event(end.event)
+        return None
+
+    def settle_failed(self, turn: Turn, call: DispatchCall | CombineCall) -> None:
+        """The same for an operation that raised: its kernel may be running."""
+        with contextlib.suppress(Exception):  # the first error is the one to see
+            self.settle(turn, call, Streams())
+
+    def point(self) -> StreamPoint:
+        """What the current stream has been given so far."""
+        return StreamPoint(self, self.events.record(self._current_stream()))
+
+    def drain(self) -> None:
+        """Wait until all operations of this Buffer are over, those in graphs too. Each of them
+        ends by itself, at the latest in ``timeout_s``."""
+        self.order.drain()
+        if self.keeper.captured:
+            self.cupy.cuda.runtime.deviceSynchronize()
+
+    def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
+        """The arrays of a call that the pool does not keep for the communication stream."""
+        given = list(vars(call).values())
+        if isinstance(call, CombineCall):
+            given += call.biases
+        arrays = [value for value in given if isinstance(value, self._array)]
+        return [array for array in arrays if not self.arrays.record_stream(array, self.comm)]
+
+    def _look(self, stream: Any) -> None:
+        """Tell the pool what is over: a graph gets only memory of which the host knows that."""
+        probe = self._probe
+        if probe is not None and self.events.query(probe[2]):
+            self.pool.completed(probe[0], probe[1])
+            probe = None
+        if probe is None:
+            self._probe = (self.pool.checkpoint(), stream, self.events.record(stream))
+
+    def grid_plan(self, num_sms: int | None) -> GridPlan:
+        """Blocks per operation where a call asks for so many; a hint."""
+        if num_sms is None:
+            return self.grids
+        plan = self._grids.get(num_sms)
+        if plan is None:
+            plan = self._grids[num_sms] = replace(self.grids, wanted=num_sms)
+        return plan
 
     # --------------------------------------------------------------------------------- waits
 
@@ -132,23 +291,30 @@ class Core:
                 self.pool.free(block)
             raise
 
-    # -------------------------------------------------------------------------------- blocks
+    # ------------------------------------------------------------------------ blocks and bytes
 
-    def alloc(self, stream: Any, *wanted: tuple[int, str]) -> list[Block]:
-        """Blocks for one operation, all or none; the one that will be shrunk comes last.
+    def place(self, array: Any, turn: Turn, label: str) -> int:
+        """Offset in the region where the peers find an array, copied there if need be; the copy
+        lives until the end of the turn."""
+        offset = self.arrays.find(array) if array.nbytes else self.control.nbytes
+        if offset is not None and offset % OFFSET_UNIT == 0:
+            return offset
+        block = self.stage(array.nbytes, turn, label)
+        self.copy_bytes(
+            self.memory.region.base + block.offset, array.data.ptr, array.nbytes, turn.stream
+        )
+        return block.offset
 
-        Args:
-            stream: Where they are used first.
-            wanted: (bytes, label) of each.
-        """
-        blocks: list[Block] = []
-        try:
-            for nbytes, label in wanted:
-                blocks.append(self.pool.alloc(nbytes, stream, label))
-        except BaseException:
-            self.give_back(blocks)
-            raise
-        return blocks
+    def stage(self, nbytes: int, turn: Turn, label: str) -> Block:
+        """A block that lives until the end of the turn."""
+        block = self.pool.alloc(nbytes, turn.stream, label)
+        turn.staged.append(block)
+        return block
+
+    def copy_bytes(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy on the device, in stream order."""
+        if nbytes:
+            self._memcpy(to, source, nbytes, self._on_device, stream.ptr)
 
     def give_back(self, blocks: list[Block]) -> None:
         """Return blocks that have no owner yet."""
@@ -161,12 +327,7 @@ def address(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-def copy_of(array: Any) -> Any:
-    """A copy in ordinary memory; by bytes, since CuPy copies no FP8."""
-    return None if array is None else array.view("u1").copy().view(array.dtype)
-
-
-def dtype_code_of(dtype: Any) -> int:
-    """Code of a row dtype for headers and kernels."""
+def dtype_code_of(dtype: Any, scales: Any = None) -> int:
+    """Code of a row dtype, and of its scales if there are any, for headers and kernels."""
     name = dtype.name if dtype.isnative else "swapped bytes"
-    return dtype_code(name, dtype.itemsize)
+    return dtype_code(name, dtype.itemsize, None if scales is None else scales.dtype.name)

@@ -8,12 +8,17 @@ given                           taken
 ``__cuda_array_interface__``    likewise, from the ``stream`` it names
 NumPy arrays, lists, …          refused
 ==============================  ========================================================
+
+FP8 comes through DLPack too, although CuPy takes none: its bytes do, under their own dtype.
+While a graph is being captured no stream is waited for: what is given must be ready on the
+current stream then.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from deepep_cupy.engines.gpu.dlpack import take_dlpack
 from deepep_cupy.errors import ContractError
 
 __all__ = ["Intake"]
@@ -38,8 +43,15 @@ class Intake:
         self._device = device
         self._rank = rank
 
-    def __call__(self, operation: str, argument: str, value: Any) -> Any:
-        """See ``engines.base.Engine.intake``."""
+    def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
+        """See ``engines.base.Engine.intake``.
+
+        Args:
+            operation: Method name, for messages.
+            argument: Its argument.
+            value: What the user passed.
+            strided: Any strides will do, of items of four bytes.
+        """
         array: Any = value
         if not isinstance(value, self._array):
             array = self._foreign(operation, argument, value)
@@ -49,12 +61,25 @@ class Intake:
                 argument,
                 f"on device {self._device}, the Buffer's, got an array on device {array.device.id}",
             )
+        if strided:
+            return self._with_strides(operation, argument, array)
         if not array.flags.c_contiguous:
             raise self._refused(
                 operation,
                 argument,
                 f"C-contiguous, got shape {array.shape} with strides {array.strides}; "
                 f"cupy.ascontiguousarray() makes it so",
+            )
+        return array
+
+    def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
+        """Kernels read whole words: strides count these."""
+        if array.itemsize != 4 or any(stride % 4 for stride in array.strides):
+            raise self._refused(
+                operation,
+                argument,
+                f"of 4-byte items at strides of whole items, got {array.dtype} with strides "
+                f"{array.strides}",
             )
         return array
 
@@ -67,7 +92,7 @@ class Intake:
                     on_host = f"{kind} in host memory; cupy.asarray() copies it"
                     raise self._refused(operation, argument, f"{wanted}, got {on_host}")  # noqa: TRY301
                 with self._cupy.cuda.Device(self._device):
-                    return self._cupy.from_dlpack(value)
+                    return take_dlpack(value)
             if hasattr(value, "__cuda_array_interface__"):
                 return self._from_interface(value)
         except ContractError:
@@ -86,13 +111,14 @@ class Intake:
         """Like ``cupy.asarray``, but the host does not wait for the producer's stream."""
         cupy, described = self._cupy, value.__cuda_array_interface__
         stream = described.get("stream")
-        if stream is not None:
+        current = cupy.cuda.get_current_stream()
+        if stream is not None and not cupy.cuda.runtime.streamIsCapturing(current.ptr):
             producer = {
                 _LEGACY_STREAM: cupy.cuda.Stream.null,
                 _PER_THREAD_STREAM: cupy.cuda.Stream.ptds,
             }.get(stream)
             producer = producer or cupy.cuda.Stream.from_external(_StreamAddress(stream))
-            cupy.cuda.get_current_stream().wait_event(producer.record())
+            current.wait_event(producer.record())
         return cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
 
     def _refused(self, operation: str, argument: str, complaint: str) -> ContractError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 from deepep_cupy.errors import CompileError, PlatformError
@@ -12,25 +11,23 @@ from deepep_cupy.kernels.build import Request, build_all, open_cache, shape_cons
 from deepep_cupy.kernels.compile import Loaded, compiler_archs, load, target_for
 from deepep_cupy.kernels.launch import Launch
 from deepep_cupy.kernels.registry import KERNELS
-from deepep_cupy.kernels.spec import KernelSpec
+from deepep_cupy.kernels.spec import KernelSpec, StructLayout
 from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.group import Group
 
-__all__ = ["Kernels", "ReadyLaunch"]
+__all__ = ["Kernels", "LocalLaunch", "ReadyLaunch"]
 
 
-class ReadyLaunch:
-    """One kernel on one grid. ``operation`` fields are written in one go, ``comm`` ones kept.
+class _Launch:
+    """One kernel on one grid; its operation's fields are written in one go.
 
     Args:
         launch: The prepacked launch.
-        spec: Its kernel.
-        constants: What the kernel was compiled with.
+        layout: Of its parameters; those of the operation are named ``d.…``.
     """
 
-    def __init__(self, launch: Launch, spec: KernelSpec, constants: Mapping[str, int]) -> None:
+    def __init__(self, launch: Launch, layout: StructLayout) -> None:
         self._launch = launch
-        layout = spec.layout(constants)
         self._bytes = (ctypes.c_char * layout.nbytes).from_address(launch.packed.address)
         fields = sorted(
             (field for name, field in layout.fields.items() if name.startswith("d.")),
@@ -43,18 +40,31 @@ class ReadyLaunch:
             text += field.letter if field.count is None else f"{field.count}{field.letter}"
             end = field.offset + field.nbytes
         self._operation = struct.Struct(text)
-        comm = layout.fields
-        serial, kind = comm["comm.serial"], comm["comm.kind"]
-        refusal, value = comm["comm.refusal"], comm["comm.refusal_value"]
-        self._serial_at = serial.offset
-        self._kind_at = kind.offset
-        self._refusal_at = refusal.offset
-        self._value_at = value.offset
-        self._u32 = struct.Struct("<I")
 
     def operation(self, *values: int) -> None:
         """Write all fields of the operation's struct, in their order (arrays flattened)."""
         self._operation.pack_into(self._bytes, self._first, *values)
+
+
+class LocalLaunch(_Launch):
+    """A kernel that talks to nobody."""
+
+    def __call__(self, stream: int) -> None:
+        """Launch."""
+        self._launch(stream)
+
+
+class ReadyLaunch(_Launch):
+    """A kernel that talks to the other ranks. The fields of ``CommParams`` are kept."""
+
+    def __init__(self, launch: Launch, layout: StructLayout) -> None:
+        super().__init__(launch, layout)
+        comm = layout.fields
+        self._serial_at = comm["comm.serial"].offset
+        self._kind_at = comm["comm.kind"].offset
+        self._refusal_at = comm["comm.refusal"].offset
+        self._value_at = comm["comm.refusal_value"].offset
+        self._u32 = struct.Struct("<I")
 
     def refusal(self, kind: int, code: int, value: int) -> None:
         """Say which operation this is, and why it is refused (0: it is not)."""
@@ -108,6 +118,7 @@ class Kernels:
             if said:
                 raise CompileError(f"rank {rank}: {said}")
         self._ready: dict[tuple[str, int], ReadyLaunch] = {}
+        self._local: dict[tuple[str, int], LocalLaunch] = {}
         self._comm: dict[str, Any] = {}
 
     def connect(self, **comm: Any) -> None:
@@ -122,12 +133,21 @@ class Kernels:
         """The launch of a kernel on ``grid`` blocks, made on first use."""
         ready = self._ready.get((name, grid))
         if ready is None:
-            spec, loaded = self._loaded[name]
-            layout = spec.layout(self.constants)
-            values: dict[str, Any] = {"comm": {**self._comm, "kind": kind}}
-            for field_name, field in layout.fields.items():
-                if field_name.startswith("d."):
-                    values[field_name] = 0 if field.count is None else [0] * field.count
-            launch = Launch(loaded, spec, self.constants, grid=grid, values=values)
-            ready = self._ready[name, grid] = ReadyLaunch(launch, spec, self.constants)
+            launch, layout = self._make(name, grid, {"comm": {**self._comm, "kind": kind}})
+            ready = self._ready[name, grid] = ReadyLaunch(launch, layout)
         return ready
+
+    def local(self, name: str, grid: int) -> LocalLaunch:
+        """The same for a kernel that talks to nobody."""
+        ready = self._local.get((name, grid))
+        if ready is None:
+            ready = self._local[name, grid] = LocalLaunch(*self._make(name, grid, {}))
+        return ready
+
+    def _make(self, name: str, grid: int, values: dict[str, Any]) -> tuple[Launch, StructLayout]:
+        spec, loaded = self._loaded[name]
+        layout = spec.layout(self.constants)
+        for field_name, field in layout.fields.items():
+            if field_name.startswith("d."):
+                values[field_name] = 0 if field.count is None else [0] * field.count
+        return Launch(loaded, spec, self.constants, grid=grid, values=values), layout

@@ -12,7 +12,7 @@ from deepep_cupy.errors import (
     PeerTimeoutError,
     StateError,
 )
-from deepep_cupy.plan.headers import verdict
+from deepep_cupy.plan.headers import ARGUMENTS, verdict
 from deepep_cupy.plan.spec import BufferSpec
 from deepep_cupy.transport.block import Block
 from deepep_cupy.transport.board import Abort, AbortReason
@@ -23,6 +23,7 @@ __all__ = ["News"]
 
 _WHAT_NEXT = "call reset() or close() on every rank, or end the program"
 _BLOCKS_AT_RISK = 8
+_HANDLE = ARGUMENTS.index("handle")
 
 
 class News:
@@ -44,6 +45,7 @@ class News:
         self._spec = spec
         self._own: set[int] = set()
         self._refused: list[Record] = []
+        self._failed: Record | None = None
         self._risky: list[Block] = []
 
     def own_refusal(self, serial: int) -> None:
@@ -59,12 +61,13 @@ class News:
         self._report.clear()
         self._own.clear()
         self._refused.clear()
+        self._failed = None
         self._risky.clear()
 
     # -------------------------------------------------------------------------------- raising
 
     def raise_any(self, serial: int | None = None) -> None:
-        """Raise a failure, else the oldest refusal.
+        """Raise a failure, again and again until ``clear``, else the oldest refusal, once.
 
         Args:
             serial: Only the refusal of this launch; older ones wait for the next call.
@@ -75,10 +78,12 @@ class News:
                 if record.verdict == FAILED:
                     for block in self._risky:
                         self._pool.quarantine(block)
-                    raise self._failure(record)
-                if record.serial not in self._own:
+                    self._failed = record
+                elif record.serial not in self._own and not _follows(record):
                     self._refused.append(record)
                 self._own.discard(record.serial)
+        if self._failed is not None:
+            raise self._failure(self._failed)
         for record in self._refused:
             if serial is None or record.serial == serial:
                 self._refused.remove(record)
@@ -107,11 +112,10 @@ class News:
             record.headers,
             num_max_tokens_per_rank=self._spec.num_max_tokens_per_rank,
             num_experts=self._spec.num_experts,
+            counts=record.counts,
         )
         return ContractError(
-            text
-            or f"{record.operation}(): the ranks send a rank more rows than its block holds; "
-            f"nothing was moved on any rank."
+            text or f"{record.operation}(): the ranks refused it; nothing was moved on any rank."
         )
 
     def _failure(self, record: Record) -> DeepEPCupyError:
@@ -145,3 +149,11 @@ class News:
             f"{_WHAT_NEXT}.",
             late,
         )
+
+
+def _follows(record: Record) -> bool:
+    """Whether a call was refused because the dispatch before it was, on every rank: its handle
+    has no birth then. The dispatch has a record of its own."""
+    return all(
+        header["birth"] == 0 and header["refusal_value"] == _HANDLE for header in record.headers
+    )

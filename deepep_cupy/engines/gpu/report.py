@@ -40,6 +40,7 @@ class Record:
         phase: What the first wait to expire on this rank was for; empty where none did.
         block: Of the grid, that wait's.
         headers: Word → value, for each rank; complete where the verdict is ``REFUSED``.
+        counts: ``[source][destination]`` rows, as the headers say.
     """
 
     verdict: int
@@ -52,6 +53,7 @@ class Record:
     phase: str
     block: int
     headers: tuple[dict[str, int], ...]
+    counts: tuple[tuple[int, ...], ...]
 
 
 class Report:
@@ -123,10 +125,11 @@ class Report:
         verdict, serial, kind, epoch, abort, phase = words[:6]
         block = words[9]
         ranks = range(layout.num_ranks)
-        headers = []
+        headers, counts = [], []
         for rank in ranks:
             at = RECORD_HEAD + rank * width
             headers.append(dict(zip(WORDS, words[at : at + len(WORDS)], strict=True)))
+            counts.append(tuple(words[at + len(WORDS) : at + width]))
         return Record(
             verdict=verdict,
             serial=serial,
@@ -138,4 +141,5 @@ class Report:
             phase=_PHASES.get(phase, ""),
             block=block,
             headers=tuple(headers),
+            counts=tuple(counts),
         )

@@ -1,0 +1,391 @@
+"""The Python side of the CUDA engine over stand-ins: parameters, arrays, streams, lifetimes."""
+
+import sys
+import threading
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_stand_in import device as d
+from gpu_stand_in.engine import run_ranks
+
+from deepep_cupy import reference
+from deepep_cupy.engines.base import CombineCall, DispatchCall, Streams
+from deepep_cupy.errors import ContractError, StateError
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def call_of(x, **more):
+    plain = {"topk_idx": None, "topk_weights": None, "is_token_in_rank": None, "routing": None}
+    plain |= {"expert_alignment": 1, "own": False}
+    return DispatchCall(x=x, **(plain | more))
+
+
+def up(array):
+    return None if array is None else d.asarray(array)
+
+
+def inputs(num_ranks, seed, *, tokens=(7, 0, 16, 3), experts=8, topk=3, hidden=256, dtype=E4M3):
+    """Rows, choices and weights of all ranks."""
+    rng = np.random.default_rng(seed)
+    xs, idx, weights, scales = [], [], [], []
+    for rank in range(num_ranks):
+        count = tokens[rank % len(tokens)]
+        rows = rng.integers(0, 256, (count, hidden * dtype.itemsize), np.uint8).view(dtype)
+        xs.append(rows if dtype == E4M3 else rng.random((count, hidden)).astype(dtype))
+        chosen = np.array([rng.permutation(experts)[:topk] for _ in range(count)], np.int64)
+        chosen = chosen.reshape(count, topk)
+        chosen[rng.random(chosen.shape) < 0.3] = -1
+        idx.append(chosen)
+        weights.append(rng.random((count, topk)).astype(np.float32))
+        scales.append(rng.random((count, -(-hidden // 128))).astype(np.float32))
+    return xs, idx, weights, scales
+
+
+def same(got, want, what):
+    got = got.get() if hasattr(got, "get") else np.asarray(got)
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    assert got.dtype == want.dtype, (what, got.dtype, want.dtype)
+    assert got.tobytes() == np.ascontiguousarray(want).tobytes(), what
+
+
+def check_dispatch(got, want, *, real):
+    """Compare what is defined."""
+    rows, scales = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x, None)
+    assert got.recv_x.shape == rows.shape
+    same(got.recv_x[:real], rows[:real], "recv_x")
+    if scales is not None:
+        assert got.recv_scales.shape == scales.shape
+        same(got.recv_scales[:real], scales[:real], "scales")
+    for name in ("recv_topk_idx", "recv_topk_weights"):
+        if getattr(want, name) is None:
+            assert getattr(got, name) is None
+        else:
+            same(getattr(got, name), getattr(want, name), name)
+    routing, handle = got.routing, want.handle
+    for name in ("recv_src_idx", "recv_rows_per_rank", "send_row"):
+        same(getattr(routing, name), getattr(handle, name), name)
+    sums = np.cumsum(handle.recv_rows_per_rank).astype(np.int32)
+    same(routing.psum_recv_rows, sums, "psum_recv_rows")
+    if want.recv_topk_idx is not None:
+        counts = handle.num_unaligned_recv_tokens_per_expert
+        same(routing.expert_counts, counts, "expert_counts")
+        same(routing.psum_expert_rows, handle.psum_num_recv_tokens_per_expert, "psum_expert_rows")
+    assert got.num_recv_tokens_per_expert == want.num_recv_tokens_per_expert_list
+
+
+@pytest.mark.parametrize("wait", ["host", "worst", "tight"])
+@pytest.mark.parametrize("with_scales", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_dispatch_and_cached(num_ranks, wait, with_scales, own):
+    xs, idx, weights, scales = inputs(num_ranks, 1)
+    pairs = list(zip(xs, scales, strict=True)) if with_scales else xs
+    plain = reference.dispatch(pairs, topk_idx=idx, topk_weights=weights, num_experts=8)
+    real = [result.handle.num_recv_tokens for result in plain]
+    most, tight = [16 * num_ranks] * num_ranks, [max(1, number) for number in real]
+    limits = {"host": None, "worst": most, "tight": tight}[wait]
+    wanted = reference.dispatch(
+        pairs,
+        topk_idx=idx,
+        topk_weights=weights,
+        num_experts=8,
+        expert_alignment=4,
+        num_worst_tokens=limits,
+    )
+    handles = [result.handle for result in wanted]
+    again = reference.dispatch(pairs, handles=handles, topk_weights=weights)
+
+    def work(rank):
+        me = rank.spec.rank
+        scale = np.asfortranarray(scales[me]) if with_scales else None
+        given = {"topk_weights": up(weights[me]), "own": own, "expert_alignment": 4}
+        if scale is not None:
+            given["scales"] = d.asarray(np.ascontiguousarray(scale.T)).T
+        x = up(xs[me])
+        limit = None if limits is None else limits[me]
+        got = rank.dispatch(call_of(x, topk_idx=up(idx[me]), num_worst_tokens=limit, **given))
+        check_dispatch(got, wanted[me], real=real[me])
+        second = rank.dispatch(call_of(x, routing=got.routing, **given))
+        want = again[me]
+        rows = want.recv_x[0] if with_scales else want.recv_x
+        same(second.recv_x[: real[me]], rows[: real[me]], "cached recv_x")
+        if with_scales:
+            same(second.recv_scales[: real[me]], want.recv_x[1][: real[me]], "cached scales")
+        same(second.recv_topk_weights, want.recv_topk_weights, "cached weights")
+        assert second.routing is got.routing
+        return True
+
+    assert all(run_ranks(num_ranks, work, num_experts=8))
+
+
+@pytest.mark.parametrize("wait", [None, 48])
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_combine(wait, in_pool):
+    num_ranks = 2
+    dtype = np.dtype(np.float32)
+    xs, idx, weights, _ = inputs(num_ranks, 2, dtype=dtype, tokens=(7, 5))
+    limits = None if wait is None else [wait] * num_ranks
+    want = reference.dispatch(
+        xs, topk_idx=idx, topk_weights=weights, num_experts=8, num_worst_tokens=limits
+    )
+    rng = np.random.default_rng(3)
+    ys = [rng.random((r.handle.num_rows, 256)).astype(dtype) for r in want]
+    back_weights = [rng.random((len(y), 3)).astype(np.float32) for y in ys]
+    biases = [[rng.random((len(x), 256)).astype(dtype)] for x in xs]
+    handles = [r.handle for r in want]
+    back = reference.combine(ys, handles, topk_weights=back_weights, biases=biases)
+
+    def work(rank):
+        me = rank.spec.rank
+        got = rank.dispatch(call_of(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
+        y = up(ys[me])
+        if in_pool:
+            y = rank.core.arrays.empty(y.shape, y.dtype, d.current_stream())
+            y[...] = ys[me]
+            d.device().tracker.touch(d.current_stream(), "rows", (y.data.ptr, y.nbytes, True))
+        out = d.empty((len(xs[me]), 256), dtype)
+        call = CombineCall(y, got.routing, up(back_weights[me]), (up(biases[me][0]),), out=out)
+        done = rank.combine(call)
+        assert done.combined_x is out
+        same(out, back[me].combined_x, "combined_x")
+        same(done.combined_topk_weights, back[me].combined_topk_weights, "combined weights")
+        with pytest.raises(ContractError, match="'out' must share no memory") as caught:
+            rank.combine(CombineCall(y, got.routing, None, (out,), out=out))
+        assert caught.value.refusal is not None
+        return True
+
+    assert all(run_ranks(num_ranks, work, num_experts=8))
+
+
+# ------------------------------------------------------------------------------ refusals, counts
+
+
+def test_too_many_tokens_without_a_host_that_waits():
+    xs, idx, _, _ = inputs(2, 4, tokens=(9, 9))
+
+    def work(rank):
+        me = rank.spec.rank
+        x, chosen = up(xs[me]), up(idx[me])
+        got = rank.dispatch(call_of(x, topk_idx=chosen, num_worst_tokens=3))
+        y = d.empty((3, 256), np.float32)
+        with pytest.raises(ContractError, match=r"rank 0 would receive \d+ tokens, more than its"):
+            rank.combine(CombineCall(y, got.routing, None, ()))
+        rank.combine(CombineCall(y, got.routing, None, ()))  # refused on the device
+        assert rank.kernels.world.reports[me][0] == 2
+        waited = rank.dispatch(call_of(x, topk_idx=chosen))
+        return len(waited.recv_x)
+
+    assert sum(run_ranks(2, work, num_experts=8)) > 0
+
+
+def test_statistics_add_up():
+    xs, idx, _, _ = inputs(2, 5)
+
+    def work(rank):
+        me = rank.spec.rank
+        stats = up(np.arange(4, dtype=np.int32))
+        total = np.arange(4, dtype=np.int32)
+        for worst in (None, 32, None):
+            call = call_of(
+                up(xs[me]), topk_idx=up(idx[me]), recv_stats=stats, num_worst_tokens=worst
+            )
+            total += rank.dispatch(call).routing.expert_counts.get()
+        same(stats, total, "recv_stats")
+        return True
+
+    assert all(run_ranks(2, work, num_experts=8))
+
+
+# --------------------------------------------------------------------------------------- graphs
+
+
+def test_graph_of_dispatch_and_combine():
+    xs, idx, weights, _ = inputs(2, 6, dtype=np.dtype(np.float32))
+    more = inputs(2, 7, dtype=np.dtype(np.float32))
+    want = {}
+    for name, (x, i, w) in {"old": (xs, idx, weights), "new": more[:3]}.items():
+        moved = reference.dispatch(
+            x, topk_idx=i, topk_weights=w, num_experts=8, num_worst_tokens=[32, 32]
+        )
+        rows = [result.recv_x for result in moved]
+        want[name] = moved, reference.combine(rows, [result.handle for result in moved])
+
+    def work(rank):
+        me = rank.spec.rank
+        x, chosen, weight = up(xs[me]), up(idx[me]), up(weights[me])
+        stream = d.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            with pytest.raises(ContractError, match="the host must wait for the counts"):
+                rank.dispatch(call_of(x, topk_idx=chosen))
+            call = call_of(x, topk_idx=chosen, topk_weights=weight, num_worst_tokens=32)
+            got = rank.dispatch(call)
+            done = rank.combine(CombineCall(got.recv_x, got.routing, None, ()))
+            graph = stream.end_capture()
+        eager = rank.dispatch(call_of(x, topk_idx=chosen))  # blocks of the graph stay its own
+        first, second = ("old", (xs, idx, weights)), ("new", more[:3])
+        for name, given in (first, second, first):
+            for array, values in zip((x, chosen, weight), given, strict=True):
+                array[...] = values[me]
+            graph.launch(d.current_stream())
+            moved, back = want[name]
+            check_dispatch(got, moved[me], real=int(moved[me].handle.recv_rows_per_rank.sum()))
+            same(done.combined_x, back[me].combined_x, "combined_x")
+            eager = rank.dispatch(call_of(x, topk_idx=chosen))
+        assert rank.core.keeper.captured
+        del got, done, eager
+        assert rank.core.pool.statistics().captured > 0
+        return True
+
+    assert all(run_ranks(2, work, num_experts=8))
+
+
+def test_graph_on_the_communication_stream():
+    xs, idx, _, _ = inputs(1, 8)
+
+    def work(rank):
+        x, chosen = up(xs[0]), up(idx[0])
+        stream = d.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            call = call_of(
+                x, topk_idx=chosen, num_worst_tokens=16, streams=Streams(async_finish=True)
+            )
+            got = rank.dispatch(call)
+            got.event.wait()
+            second = rank.dispatch(call_of(x, routing=got.routing))
+            graph = stream.end_capture()
+        d.current_stream().synchronize()
+        graph.launch(stream)
+        stale = d.Event()
+        stale.record()
+        with stream:
+            stream.begin_capture()
+            previous = rank.core.events.Recorded(stale)
+            previous.wait = lambda: d.current_stream().wait_event(stale)
+            with pytest.raises(ContractError, match="'previous_event' must have been made within"):
+                rank.dispatch(call_of(x, routing=got.routing, streams=Streams(previous)))
+            stream.end_capture()
+        return second.recv_x.get().tobytes() == xs[0][got.routing.recv_src_idx.get()].tobytes()
+
+    assert run_ranks(1, work, num_experts=8)
+
+
+# -------------------------------------------------------------------------------------- streams
+
+
+def touch(array, what, *, write=False):
+    """Some kernel of the caller's, on the current stream."""
+    d.device().tracker.touch(d.current_stream(), what, (array.data.ptr, array.nbytes, write))
+
+
+def streams_of(ready, turn):
+    """What a caller may ask for, in turn."""
+    allocate = turn % 3 == 0
+    both = Streams(ready, async_finish=True, allocate_on_comm_stream=allocate)
+    return (both, Streams(ready, async_finish=True), Streams(ready), Streams())[turn % 4]
+
+
+def background(rank, rounds=24, *, worst=None):
+    """Dispatch and combine beside the caller's own work; the host waits for nothing it need not."""
+    xs, idx, weights, _ = inputs(1, 9, tokens=(16,), dtype=np.dtype(np.float32))
+    rank.events.patient = True
+    core, here = rank.core, d.current_stream()
+
+    def fresh():
+        return {"x": up(xs[0]), "idx": up(idx[0]), "weights": up(weights[0]), "y": up(xs[0])}
+
+    given = fresh()
+    ready = core.point()
+    for turn in range(rounds):
+        streams = streams_of(ready, turn)
+        call = call_of(
+            given["x"],
+            topk_idx=given["idx"],
+            topk_weights=given["weights"],
+            num_worst_tokens=worst,
+            streams=streams,
+        )
+        got = rank.dispatch(call)
+        rows = given["y"][: len(got.recv_x)]
+        done = rank.combine(CombineCall(rows, got.routing, None, (), streams=streams))
+        assert (got.event is not None) == (done.event is not None) == streams.async_finish
+        del call, rows
+        given.clear()
+        # Memory of inputs that died is used again at once; the next inputs are ready before the
+        # results are read, so that the next dispatch does not wait for the readers.
+        given = fresh()
+        ready = core.point()
+        user = d.Stream(non_blocking=True) if turn % 2 and got.event else here
+        with user:
+            if got.event is not None:
+                got.event.wait()
+                done.event.wait()
+            for array in (got.recv_x, got.recv_topk_weights, done.combined_x, got.routing.send_row):
+                touch(array, "reader")
+        del got, done, array
+    return True
+
+
+@pytest.mark.parametrize("worst", [None, 16])
+def test_nothing_is_reused_before_its_time(worst):
+    assert run_ranks(1, lambda rank: background(rank, worst=worst), num_experts=8)
+
+
+@pytest.mark.parametrize("missing", ["kept inputs", "blocks' users", "lent memory", "lent users"])
+def test_the_same_with_something_missing(missing):
+    def work(rank):
+        core = rank.core
+        if missing == "kept inputs":
+            core.keeper.until = lambda event, objects: None
+        if missing == "blocks' users":
+            core.pool.record_stream = lambda block, stream: None
+        if missing == "lent memory":
+            core.keeper.lend = lambda nbytes, stream, user: (d.alloc(nbytes), threading.Event())
+        if missing == "lent users":
+            core.keeper.reap = core.keeper._returned.clear
+        background(rank, worst=16)
+
+    with pytest.raises(d.RaceError):
+        run_ranks(1, work, num_experts=8)
+
+
+def test_two_threads():
+    xs, idx, _, _ = inputs(1, 10)
+
+    def work(rank):
+        x, chosen = up(xs[0]), up(idx[0])
+        inside, go_on = threading.Event(), threading.Event()
+        rank.core.wait_counts, wait = None, rank.core.wait_counts
+
+        def slow(*given):
+            inside.set()
+            go_on.wait(10)
+            return wait(*given)
+
+        rank.core.wait_counts = slow
+        said, here = [], d.device()
+
+        def other():
+            d.set_device(here)
+            inside.wait(10)
+            try:
+                rank.dispatch(call_of(x, topk_idx=chosen))
+            except StateError as error:
+                said.append(str(error))
+            go_on.set()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        rank.dispatch(call_of(x, topk_idx=chosen))
+        thread.join()
+        return said
+
+    (said,) = run_ranks(1, work, num_experts=8)
+    assert len(said) == 1
+    assert "another thread of rank 0" in said[0]
