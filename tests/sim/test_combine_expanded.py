@@ -1,12 +1,17 @@
 """The combine that fetches every copy of the expanded layout: two and three ranks, bit by bit."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag, dtype_code, layout_word
-from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.engines.base import CombineCall
+from deepep_cupy.engines.gpu.combining_expanded import combine_expanded
+from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.plan.headers import Kind
 from deepep_cupy.reference import combine, dispatch
+from engine_fakes import Array, Launch, Turn
 from simulator.machine import Use, with_lines
 from simulator.shapes import Shape
 from simulator.world import Setting, World
@@ -31,7 +36,9 @@ class Story:
         worst: Shapes of a dispatch that did not wait.
     """
 
-    def __init__(self, seed, ranks, dtype, hidden, *, topk, local, weighted, weights, biases, worst):
+    def __init__(
+        self, seed, ranks, dtype, hidden, *, topk, local, weighted, weights, biases, worst
+    ):
         rng = self.rng = np.random.default_rng(seed)
         tokens = [int(t) for t in rng.integers(0, 7, ranks)]
         tokens[seed % ranks] = 5
@@ -56,7 +63,9 @@ class Story:
         self.ys = [self.values((n, hidden)) for n in rows]
         self.biases = [[self.values((t, hidden)) for _ in range(biases)] for t in tokens]
         self.row_weights = [rng.standard_normal(n).astype(np.float32) for n in rows]
-        self.weights = [rng.standard_normal(n).astype(np.float32) for n in rows] if weights else None
+        self.weights = None
+        if weights:
+            self.weights = [rng.standard_normal(n).astype(np.float32) for n in rows]
         for one in self.weights or ():
             one[rng.random(one.shape) < 0.3] = -0.0
         self.weighted = weighted
@@ -90,54 +99,56 @@ class Story:
         return offset
 
     def launch(self, rank, call, grid):
-        """On one rank; what a later kernel reads."""
-        world, handle, y = self.world, self.handles[rank], self.ys[rank]
-        local = world.memory[rank].local.address
+        """On one rank, by the engine's own code; what a later kernel reads."""
+        world, handle, memory = self.world, self.handles[rank], self.world.memory[rank]
+        local, tokens = memory.local.address, handle.num_tokens
 
         def array(data):
-            return local(world.array(rank, call, data))
+            return Array(local(world.array(rank, call, data)), data.shape, data.dtype, data)
 
-        rows = self.in_pool(rank, call, y)
-        weights = 0 if self.weights is None else self.in_pool(rank, call, self.weights[rank])
-        row_bytes, tokens = self.hidden * self.dtype.itemsize, handle.num_tokens
-        sizes = (tokens * row_bytes, 4 * tokens * self.topk)
-        out, out_weights = (world.output(rank, call, size) for size in sizes)
-        biases = [array(bias) for bias in self.biases[rank]]
-        own = array(y) if rank % 2 else world.machine.address(rank, world.memory[rank].device, rows)
-        flags = LayoutFlag.EXPANDED | (LayoutFlag.ROW_WEIGHTS if self.weighted else 0)
-        table, factors = handle.expanded_row, self.row_weights[rank]
-        plain = {
-            "x": own,
-            "out": local(out),
-            "combined_weights": local(out_weights) if self.weights is not None else 0,
-            "bias": [*biases, *[0] * (2 - len(biases))],
-            "send_row": array(handle.send_row),
-            "birth": array(np.array([BIRTH], np.uint32)),
-            "num_tokens": tokens,
-            "num_rows": len(y),
-            "num_topk": self.topk,
-            "has_weights": int(self.weights is not None),
-            "row_bytes": row_bytes,
-            "access_bytes": access_bytes(
-                row_bytes, (own, local(out), *biases), (self.dtype.itemsize,)
+        def launch(**fields):
+            world.launch(rank, call, "combine_expanded", Kind.COMBINE, grid, fields)
+
+        def get(name, wanted_grid, kind):
+            assert (name, wanted_grid, kind) == ("combine_expanded", grid, Kind.COMBINE)
+            return Launch(get_kernel(name), world.setting.shape.constants, launch)
+
+        core = SimpleNamespace(
+            kernels=SimpleNamespace(get=get),
+            grid_plan=lambda num_sms: SimpleNamespace(combine=lambda tokens: grid),
+            place=lambda array, turn, label: self.in_pool(rank, call, array.host),
+            launched=lambda turn: None,
+            serial=call.serial,
+        )
+        routing = SimpleNamespace(
+            num_tokens=tokens,
+            expanded_row=array(handle.expanded_row),
+            addresses=SimpleNamespace(
+                send_row=array(handle.send_row).data.ptr,
+                birth=array(np.array([BIRTH], np.uint32)).data.ptr,
             ),
-            "dtype": dtype_code(self.dtype.name, self.dtype.itemsize),
-            "rows_offset": rows // OFFSET_UNIT,
-            "weights_offset": weights // OFFSET_UNIT,
-            "layout": layout_word(Layout.NONE, flags),
-        }
-        fields = {f"plain.{name}": value for name, value in plain.items()} | {
-            "index_offset": self.in_pool(rank, call, table) // OFFSET_UNIT,
-            "row_weights_offset": self.in_pool(rank, call, factors) // OFFSET_UNIT,
-            "weighted": int(self.weighted),
-        }
-        world.launch(rank, call, "combine_expanded", Kind.COMBINE, grid, fields)
-        region = world.memory[rank].local.region
+        )
+        sizes = (tokens * self.hidden * self.dtype.itemsize, 4 * tokens * self.topk)
+        out, out_weights = (world.output(rank, call, size) for size in sizes)
+        combine_expanded(
+            core,
+            None,
+            CombineCall(
+                array(self.ys[rank]),
+                routing,
+                None if self.weights is None else array(self.weights[rank]),
+                tuple(array(bias) for bias in self.biases[rank]),
+                row_weights=array(self.row_weights[rank]) if self.weighted else None,
+            ),
+            Turn(None),
+            Array(local(out), (tokens, self.hidden), self.dtype),
+            None if self.weights is None else Array(local(out_weights), (tokens, self.topk), "f4"),
+        )
         wanted = [(out, self.want[rank].combined_x)]
         if self.weights is not None:
             wanted.append((out_weights, self.want[rank].combined_topk_weights))
         return [
-            (world.read(rank, call, region, at, want.nbytes), want)
+            (world.read(rank, call, memory.local.region, at, want.nbytes), want)
             for at, want in wanted
             if want.nbytes
         ]
@@ -173,4 +184,5 @@ def test_exact_sums(name, seed, ranks):
     dtype, hidden, changes = CASES[name]
     settings = {"weighted": False, "weights": True, "biases": 0, "worst": False} | changes
     settings["topk"] = min(settings["topk"], ranks * settings["local"])
-    Story(seed, ranks, dtype, hidden, **settings).run([1 + (seed + rank) % 3 for rank in range(ranks)])
+    grids = [1 + (seed + rank) % 3 for rank in range(ranks)]
+    Story(seed, ranks, dtype, hidden, **settings).run(grids)
