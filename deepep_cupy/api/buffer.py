@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any, cast
 
 from deepep_cupy import __version__, log
@@ -33,7 +34,8 @@ class Buffer(Operations):
     Two engines: ``"cuda"`` moves CuPy arrays between GPUs of one node, ``"host"`` NumPy arrays
     between processes. It works on a duplicate of ``comm``. Usable as a context manager, which
     closes it; an exception inside makes this rank leave without waiting for the others, which
-    learn of it in their next call.
+    learn of it in their next call. One thread at a time: a collective call raises ``StateError``
+    while another thread is in one.
 
     Args:
         comm: mpi4py communicator of 1 to 8 ranks of one node.
@@ -72,6 +74,7 @@ class Buffer(Operations):
         ranks_per_node: int | None = None,
     ) -> None:
         self._state = State.CLOSED  # until everything below has worked
+        self._inside = threading.Lock()
         log.set_up()
         arguments = BufferArguments(
             num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -141,6 +144,11 @@ class Buffer(Operations):
     def num_ranks(self) -> int:
         """R, ranks of the communicator."""
         return self._spec.num_ranks
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        """M, the most tokens a rank dispatches in one call."""
+        return self._spec.num_max_tokens_per_rank
 
     @staticmethod
     def size_hint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Lifecycle:
     _board: AbortBoard
     _engine: Engine
     _guard: ExitGuard
+    _inside: threading.Lock
 
     @property
     def state(self) -> State:
@@ -63,7 +65,7 @@ class Lifecycle:
         """
         if self._state is State.CLOSED:
             raise StateError(f"reset(): {self._closed()}")
-        with self._failures("reset"):
+        with self._alone("reset"), self._failures("reset"):
             self._engine.reset()
         self._guard.doomed = False
         if self._state is State.POISONED:
@@ -78,15 +80,17 @@ class Lifecycle:
             PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is closed all the
                 same; its memory is left to the end of the process, which ends all ranks.
             PeerAbortedError: A rank has left for ever; the same follows.
+            StateError: Another thread is in a call of this Buffer, which stays open.
         """
         if self._state is State.CLOSED:
             return
-        self._become(State.CLOSED)
-        try:
-            self._engine.close(collective=True)
-        except BaseException as error:
-            self._leave(error)
-            raise
+        with self._alone("close"):
+            self._become(State.CLOSED)
+            try:
+                self._engine.close(collective=True)
+            except BaseException as error:
+                self._leave(error)
+                raise
         self._board.free()
         self._group.free()
         self._guard.end()
@@ -144,10 +148,24 @@ class Lifecycle:
             )
 
     @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Keep other threads out: which of two calls comes first, no other rank could know."""
+        if not self._inside.acquire(blocking=False):
+            raise StateError(
+                f"{name}(): another thread is in a call of this Buffer on rank "
+                f"{self._spec.rank}; let one thread make all of a Buffer's calls, or give each "
+                f"thread a Buffer of its own."
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
+    @contextmanager
     def _operation(self, name: str, kind: Kind) -> Iterator[None]:
         """Run an operation; a refused argument of this rank is told to all ranks."""
         self._must_be_open(name)
-        with self._failures(name):
+        with self._alone(name), self._failures(name):
             try:
                 yield
             except ContractError as error:

@@ -94,9 +94,10 @@ class Trip:
             fresh["is_token_in_rank"] = self._mask
         if case.expand:
             fresh["do_expand"] = True
-        if case.wait == "worst":
+        most = buffer.num_ranks * buffer.num_max_tokens_per_rank
+        if case.wait == "worst" and self._part.worst == most:
             fresh["do_cpu_sync"] = False
-        elif case.wait == "tight":
+        elif case.wait != "host":  # on a Buffer for more tokens, "worst" is the case's worst
             fresh["num_worst_tokens"] = self._part.worst
         rows: dict[str, Any] = {"topk_weights": self._weights, "do_zero_padding": case.zero_padding}
         if case.fp8:
