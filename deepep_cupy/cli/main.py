@@ -26,7 +26,7 @@ COMMANDS = {
     "check": "round trips of every mode against the reference on these ranks",
     "kernels": "list, show and compile the CUDA kernels",
     "ptx": "list, show and verify the hand-written PTX modules",
-    "litmus": "which loads see what was just written, and whether the policy of loads is right here",
+    "litmus": "which loads see what was just written: is the policy of loads right here",
     "bench": "how long operations take, against what the links carry",
 }
 """Command → its line in ``--help``; the module is ``deepep_cupy.cli.<command>``."""
