@@ -207,7 +207,14 @@ def _fixed(num_ranks: int, small: bool) -> list[Case]:
         replace(plain, expand=True, expert_alignment=4, wait="worst", fp8="quantize"),
         replace(plain, expand=True, layout="cached", reduce="per_rank", out=True, num_biases=1),
     ]
-    return [
+    # Several copies of a token on a rank, so that their order and every rounding shows.
+    dense = Case(num_ranks, (33, *[16] * (num_ranks - 1)), 40, 8 * num_ranks, 8, "bfloat16")
+    copies = [
+        replace(dense, expand=True, reduce=reduce, dtype=dtype, row_weights=row_weights)
+        for reduce in ("exact", "per_rank")
+        for dtype, row_weights in (("bfloat16", True), ("float32", False), ("float16", True))
+    ]
+    return copies + [
         replace(case, **changes)
         for case in some
         for changes in (
