@@ -106,12 +106,14 @@ def _copy(core: Core, received: Received, turn: Turn) -> Received:
     counts: Any = routing.expert_counts
     number, (tokens, hidden) = routing.num_expanded_rows, rows.shape
     row_bytes, columns = hidden * rows.itemsize, 0 if scales is None else scales.shape[1]
-    out = _array(core, turn, (number, hidden), rows.dtype, "recv_x of dispatch()")
+    out = _array(core, turn, (number, hidden), rows.dtype, "expanded rows of dispatch()")
     out_weights = out_scales = None
     if weights is not None:
-        out_weights = _array(core, turn, (number,), _FLOAT32, "weights of dispatch()")
+        out_weights = _array(core, turn, (number,), _FLOAT32, "expanded weights of dispatch()")
     if scales is not None:
-        out_scales = _array(core, turn, (number, columns), scales.dtype, "scales of dispatch()")
+        out_scales = _array(
+            core, turn, (number, columns), scales.dtype, "expanded scales of dispatch()"
+        )
     if number:
         launch = core.kernels.local("expand_copy", local_blocks(core.grids, max(tokens, number)))
         launch.operation(
