@@ -15,6 +15,7 @@ import numpy as np
 
 from deepep_cupy import env
 from deepep_cupy.engines.base import (
+    ALL_MODES,
     CombineCall,
     CombineOutput,
     DispatchCall,
@@ -59,7 +60,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    modes = frozenset({"scales", "no_wait", "expert_counts", "stats", "events", "out"})
+    modes = ALL_MODES
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from deepep_cupy.errors import ContractError
 from deepep_cupy.kernels.bench_specs import BENCH_KERNELS
 from deepep_cupy.kernels.local_specs import LOCAL_KERNELS
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
+from deepep_cupy.kernels.staging_specs import STAGING_KERNELS
 
 __all__ = ["KERNELS", "get_kernel", "list_kernels"]
 
@@ -158,6 +159,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         shared_bytes="kCombineSharedBytes",
     ),
     *LOCAL_KERNELS,
+    *STAGING_KERNELS,
 )
 """What a Buffer builds and launches, in the order ``kernels list`` prints them."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from deepep_cupy.engines.base import CombineCall, CombineOutput
+from deepep_cupy.engines.gpu.combining_expanded import combine_expanded
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
 from deepep_cupy.engines.gpu.received import addresses_of
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Kind, Layout, Refusal, RefusalCode
 from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.plan.local import local_blocks
 
 __all__ = ["Combiner"]
 
@@ -28,18 +30,19 @@ class Combiner:
             self._check_out(call)
         turn = core.begin(call.streams)
         try:
-            tokens, x = call.routing.num_tokens, call.x
+            routing, x = call.routing, call.x
+            tokens, topk = routing.num_tokens, 0
             if out is None:
                 out = self._empty(turn, (tokens, x.shape[1]), x.dtype)
             out_weights = None
             if weights is not None:
-                out_weights = self._empty(turn, (tokens, weights.shape[1]), core.cupy.float32)
-            rows_offset, own_rows = self._place_rows(call, turn)
-            weights_offset = 0
-            if weights is not None:
-                weights_offset = core.place(weights, turn, "weights of combine()")
-            topk = 0 if weights is None else weights.shape[1]
-            self.launch(call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk)
+                table: Any = routing.expanded_row
+                topk = weights.shape[1] if table is None else table.shape[1]
+                out_weights = self._empty(turn, (tokens, topk), core.cupy.float32)
+            if routing.expanded:
+                combine_expanded(core, self.launch, call, turn, out, out_weights)
+            else:
+                self._plain(call, turn, out, out_weights, topk)
             event = None
             if not turn.plain or core.foreign:
                 event = core.settle(turn, call, call.streams)
@@ -49,6 +52,13 @@ class Combiner:
         finally:
             core.end(turn)
         return CombineOutput(out, out_weights, event)
+
+    def _plain(self, call: CombineCall, turn: Turn, out: Any, out_weights: Any, topk: int) -> None:
+        rows_offset, own_rows = self._place_rows(call, turn)
+        weights_offset = 0
+        if call.topk_weights is not None:
+            weights_offset = self._core.place(call.topk_weights, turn, "weights of combine()")
+        self.launch(call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk)
 
     def launch(
         self,
@@ -127,7 +137,9 @@ class Combiner:
     def _place_rows(self, call: CombineCall, turn: Turn) -> tuple[int, int]:
         """Where the peers find the rows (offset in the region), and where this rank does.
 
-        Rows outside the pool are copied into it, but for those of this rank's own tokens.
+        Rows outside the pool are copied into it, but for those of this rank's own tokens; where
+        no host knows how many rows there are, by a kernel that looks, so that nobody copies the
+        worst case.
         """
         core, x = self._core, call.x
         offset = core.arrays.find(x) if x.nbytes else core.control.nbytes
@@ -138,7 +150,9 @@ class Combiner:
         to, row_bytes = core.memory.region.base + block.offset, x.shape[1] * x.itemsize
         counts = getattr(call.routing, "host_rows_per_rank", None)
         rank, stream = core.spec.rank, turn.stream
-        if counts is None or source % OFFSET_UNIT:
+        if counts is None:
+            return block.offset, self._stage_real(call, turn, to)
+        if source % OFFSET_UNIT:
             core.copy_bytes(to, source, x.nbytes, stream)
             return block.offset, to
         before = sum(counts[:rank]) * row_bytes
@@ -146,3 +160,19 @@ class Combiner:
         core.copy_bytes(to, source, before, stream)
         core.copy_bytes(to + behind, source + behind, x.nbytes - behind, stream)
         return block.offset, source
+
+    def _stage_real(self, call: CombineCall, turn: Turn, to: int) -> int:
+        """Copy the rows that were really received; where this rank finds its own."""
+        core, x = self._core, call.x
+        source: int = x.data.ptr
+        rank, own = core.spec.rank, source
+        if source % OFFSET_UNIT:
+            rank, own = core.spec.num_ranks, to  # the fast path reads whole words
+        if x.nbytes:
+            row_bytes = x.shape[1] * x.itemsize
+            access = access_bytes(row_bytes, (source, to), (4, 1))
+            counts = addresses_of(call.routing).rows_per_rank
+            launch = core.kernels.local("stage", local_blocks(core.grids, len(x)))
+            launch.operation(source, to, counts, rank, row_bytes, access)
+            launch(turn.stream.ptr)
+        return own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -87,7 +86,6 @@ class Core:
         self.comm: Any = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self.keeper = Keeper(self.events, device)
         self.foreign: list[Any] = []
-        self._busy = threading.Lock()
         self._device: Any = cupy.cuda.Device(device)
         self._turn = Turn(self)
         self._probe: tuple[int, Any, Any] | None = None
@@ -99,24 +97,13 @@ class Core:
     # --------------------------------------------------------------------------------- order
 
     def __enter__(self) -> Core:
-        """One call at a time, on the engine's device. A thread that finds another one in a call
-        gives way: nobody knows the order between threads that all ranks must agree on."""
-        if not self._busy.acquire(blocking=False):
-            raise StateError(
-                f"another thread of rank {self.spec.rank} is in a call of this Buffer; a Buffer "
-                f"is for one thread, or for threads that take turns, in one order on all ranks."
-            )
-        try:
-            self.news.raise_any()
-            self._device.__enter__()
-        except BaseException:
-            self._busy.release()
-            raise
+        """A call, on the engine's device, after what earlier ones have left to be raised."""
+        self.news.raise_any()
+        self._device.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._device.__exit__(*error)
-        self._busy.release()
 
     def begin(self, streams: Streams | None = None) -> Turn:
         """Begin an operation: on the current stream, or on the communication stream, ordered

@@ -14,12 +14,15 @@ from typing import Any
 
 from deepep_cupy.engines.base import DispatchCall, DispatchOutput, Routing
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
-from deepep_cupy.engines.gpu.received import CudaRouting, addresses_of
+from deepep_cupy.engines.gpu.expanding import expand
+from deepep_cupy.engines.gpu.quantizing import quantize
+from deepep_cupy.engines.gpu.received import CudaRouting, Received, addresses_of
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag
 from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.plan.layout import align
+from deepep_cupy.plan.local import local_blocks
 from deepep_cupy.transport.block import Block
 
 __all__ = ["Dispatcher"]
@@ -61,6 +64,10 @@ class Dispatcher:
         core = self._core
         turn = core.begin(call.streams)
         try:
+            if call.quantize is not None:
+                if not turn.plain:
+                    turn.keep(call)
+                call = quantize(core, call, turn)
             if call.routing is not None:
                 return self._cached(call, call.routing, turn)
             return self._new(call, turn)
@@ -246,6 +253,13 @@ class Dispatcher:
         counts: list[int] | None,
     ) -> DispatchOutput:
         """Put what came into the form the call wants. ``counts``: rows of each local expert."""
+        if call.expand:
+            recv_x, recv_weights, recv_scales, routing = self._expanded(
+                turn, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
+            )
+            recv_idx = None
+        if recv_scales is not None and call.scales_layout == "column":
+            recv_scales = self._columns(recv_scales, routing, turn)
         if call.own:
             recv_x, recv_idx, recv_weights, recv_scales = map(
                 turn.copy, (recv_x, recv_idx, recv_weights, recv_scales)
@@ -259,6 +273,37 @@ class Dispatcher:
         return DispatchOutput(
             recv_x, recv_idx, recv_weights, per_expert, routing, recv_scales, event
         )
+
+    def _expanded(
+        self,
+        turn: Turn,
+        call: DispatchCall,
+        rows: Any,
+        scales: Any,
+        topk_idx: Any,
+        weights: Any,
+        routing: Routing,
+        counts: list[int] | None,
+    ) -> tuple[Any, Any, Any, Routing]:
+        """Rows, weights, scales and routing in the expanded layout."""
+        known: Any = routing
+        told = None if counts is None else tuple(counts)
+        real = addresses_of(routing).num_real
+        received = Received(call, rows, scales, topk_idx, weights, known, told, real)
+        done = expand(self._core, received, turn)
+        return done.rows, done.topk_weights, done.scales, done.routing
+
+    def _columns(self, scales: Any, routing: Routing, turn: Turn) -> Any:
+        """The same scales in column-major order: a copy in ordinary memory."""
+        number, columns = scales.shape
+        made = turn.empty((columns, number), scales.dtype)
+        if scales.size:
+            core = self._core
+            real = 0 if routing.expanded else addresses_of(routing).num_real
+            launch = core.kernels.local("columns", local_blocks(core.grids, -(-number // 32)))
+            launch.operation(scales.data.ptr, made.data.ptr, real, number, columns)
+            launch(turn.stream.ptr)
+        return made.T
 
 
 def _inputs(call: DispatchCall) -> tuple[int, ...]:

@@ -19,11 +19,13 @@ class Addresses:
         send_row: ``[T, R]``.
         birth: One word.
         num_real: One word, the real number of received tokens; 0 where N is that number.
+        rows_per_rank: ``[R]``.
     """
 
     send_row: int
     birth: int
     num_real: int
+    rows_per_rank: int
 
 
 class _Part:
@@ -103,7 +105,7 @@ class CudaRouting(Routing):
         counts = base + 4 * self.num_tokens * ranks
         real = counts + 4 * (2 * ranks - 1)
         birth = counts + 8 * (ranks + self._num_experts)
-        return Addresses(base, birth, 0 if self.waited else real)
+        return Addresses(base, birth, 0 if self.waited else real, counts)
 
 
 def addresses_of(routing: Routing) -> Addresses:

@@ -6,7 +6,6 @@ all, reading and writing memory by address.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from types import SimpleNamespace
 
@@ -26,6 +25,8 @@ from deepep_cupy.plan.headers import (
 )
 from deepep_cupy.plan.layout import RECORD_HEAD
 from gpu_stand_in import device as d
+from gpu_stand_in import staging
+from gpu_stand_in.memory import at
 
 FIELDS = {}
 for _name in ("dispatch", "combine"):
@@ -33,14 +34,8 @@ for _name in ("dispatch", "combine"):
     FIELDS[_name] = [(p.name, p.count) for p in _struct.params]
 
 
-def at(address, shape, dtype=np.int32):
-    """Memory as an array."""
-    dtype = np.dtype(dtype)
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    if nbytes == 0:
-        return np.zeros(shape, dtype)
-    raw = (ctypes.c_char * nbytes).from_address(address)
-    return np.frombuffer(raw, dtype).reshape(shape)
+FORMS = {**staging.FORMS}
+"""Kernel that talks to nobody -> (what it does, what it touches)."""
 
 
 class World:
@@ -252,7 +247,11 @@ class World:
             p = launch.d
             at(p.birth_out, (1,))[...] = 0
             at(p.send_row, (p.num_tokens, self.num_ranks))[...] = -1
-            at(p.psum_recv_rows, (self.num_ranks,))[...] = 0
+            for counts_at in (p.recv_rows_per_rank, p.psum_recv_rows):
+                at(counts_at, (self.num_ranks,))[...] = 0
+            if p.expert_counts:
+                for counts_at in (p.expert_counts, p.psum_expert_rows):
+                    at(counts_at, (p.num_reported_experts,))[...] = 0
 
 
 def total(terms, width, wide):
@@ -308,9 +307,32 @@ class Kernels:
         self.world, self.rank = world, rank
         self.grids = []
 
+    def local(self, name, grid):
+        self.grids.append((name, grid))
+        return LocalLaunch(self, name)
+
     def get(self, name, grid, kind):
         self.grids.append((name, grid))
         return Launch(self, name, int(kind))
+
+
+class LocalLaunch:
+    """A launch of a kernel that talks to nobody."""
+
+    def __init__(self, kernels, name):
+        self.kernels, self.name = kernels, name
+
+    def operation(self, *values):
+        struct = get_kernel(self.name).params[0].ctype
+        names = [param.name for param in struct.params]
+        self.d = SimpleNamespace(**dict(zip(names, values, strict=True)))
+
+    def __call__(self, ptr):
+        work, touches = FORMS[self.name]
+        p, ranks = self.d, self.kernels.world.num_ranks
+        stream = d.by_pointer(ptr)
+        ranges = () if stream.graph else touches(p, ranks)
+        d.run(stream, self.name, lambda: work(p, ranks), *ranges)
 
 
 class Launch:
