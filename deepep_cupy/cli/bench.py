@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from deepep_cupy.cli import bench_flavors
+from deepep_cupy.cli import bench_flavors, bench_latency
+from deepep_cupy.cli.bench_moves import Moves
 
 __all__ = ["add_arguments", "run"]
 
-_VERBS = {
+_VERBS: dict[str, tuple[Any, str]] = {
+    "dispatch": (Moves("dispatch"), "rows to the ranks of their experts, beside what links carry"),
+    "combine": (Moves("combine"), "rows back and added up, beside what links carry"),
+    "roundtrip": (Moves("roundtrip"), "one after the other"),
+    "latency": (bench_latency, "few tokens: from Python, from graphs, and on the host"),
     "flavors": (bench_flavors, "kinds of loads and hints to L2, and what they mean for a Buffer"),
 }
-"""Sub-command → its module (``add_arguments`` and ``run``, as a command's), and one line."""
+"""Sub-command → what has ``add_arguments`` and ``run``, as a command's module, and one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

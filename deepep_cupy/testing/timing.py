@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["CudaTimer", "HostTimer", "Timer", "Timing", "slowest"]
+__all__ = ["Captured", "CudaTimer", "HostTimer", "Timer", "Timing", "slowest"]
 
 Call = Callable[[], object]
 FLUSH_BYTES = 256 << 20
@@ -76,17 +76,39 @@ class HostTimer:
         return Timing(tuple(times[warmup:]))
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A graph of some calls, and the stream it was captured on.
+
+    Attributes:
+        graph: CuPy's.
+        stream: For its launches alone: memory of results that are gone is reused on it.
+        calls: Calls in it.
+    """
+
+    graph: Any
+    stream: Any
+    calls: int
+
+
 class CudaTimer:
     """CUDA events on the current stream of the current device.
 
+    The first event is recorded right before the call. It says when the call began only where the
+    GPU is still busy with what lies before when the kernel is launched; else the time of Python's
+    part of the call is in it. Where the host waits in each call, nothing but the writes that empty
+    the cache keeps the GPU busy meanwhile: several of them, on a slow host.
+
     Args:
         flush_bytes: Written before each call to empty the L2 cache; 0: not at all.
+        flushes: How often.
     """
 
-    def __init__(self, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, flush_bytes: int = FLUSH_BYTES, flushes: int = 1) -> None:
         import cupy
 
         self._cuda: Any = cupy.cuda
+        self._flushes = flushes
         self._flush: Any = cupy.empty(flush_bytes, cupy.uint8) if flush_bytes else None
 
     def measure(
@@ -98,7 +120,8 @@ class CudaTimer:
         for _ in range(warmup + repeats):
             begin, end = self._cuda.Event(), self._cuda.Event()
             if self._flush is not None:
-                self._flush.data.memset_async(0, self._flush.nbytes, stream)
+                for _ in range(self._flushes):
+                    self._flush.data.memset_async(0, self._flush.nbytes, stream)
             if barrier is not None:
                 barrier()
             begin.record(stream)
@@ -109,6 +132,55 @@ class CudaTimer:
         between = self._cuda.get_elapsed_time
         return Timing(tuple(1e3 * float(between(*pair)) for pair in pairs[warmup:]))
 
+    def capture(self, call: Call, *, calls: int = 20, barrier: Call | None = None) -> Captured:
+        """Capture ``calls`` calls in one graph.
+
+        Args:
+            call: Must be fit for capture, and have been called once before. What it returns is
+                dropped at once.
+            calls: How many.
+            barrier: Called once before the capture, on its stream; not in the graph.
+        """
+        stream = self._cuda.Stream(non_blocking=True)
+        self._cuda.get_current_stream().synchronize()
+        with stream:
+            if barrier is not None:  # from here on the last operation is on this stream
+                barrier()
+                stream.synchronize()
+            stream.begin_capture()
+            try:
+                for _ in range(calls):
+                    call()
+            finally:
+                graph = stream.end_capture()
+        return Captured(graph, stream, calls)
+
+    def replay(
+        self,
+        captured: Captured,
+        *,
+        repeats: int = 20,
+        warmup: int = 3,
+        barrier: Call | None = None,
+    ) -> Timing:
+        """Time launches of a graph; an entry is the time of one divided by its calls.
+
+        Args:
+            captured: The graph.
+            repeats: Launches that are timed.
+            warmup: Launches that are not.
+            barrier: See ``measure``; not in the graph.
+        """
+        stream = captured.stream
+        with stream:
+            timing = self.measure(
+                lambda: captured.graph.launch(stream),
+                repeats=repeats,
+                warmup=warmup,
+                barrier=barrier,
+            )
+        return Timing(tuple(each / captured.calls for each in timing.microseconds))
+
     def graph(
         self,
         call: Call,
@@ -118,30 +190,9 @@ class CudaTimer:
         warmup: int = 3,
         barrier: Call | None = None,
     ) -> Timing:
-        """Capture ``calls`` calls in one graph; a time is that of a launch divided by ``calls``.
-
-        Args:
-            call: Must be fit for capture, and have been called once before.
-            calls: Calls in the graph.
-            repeats: Launches that are timed.
-            warmup: Launches that are not.
-            barrier: See ``measure``; not in the graph.
-        """
-        stream = self._cuda.Stream(non_blocking=True)
-        self._cuda.get_current_stream().synchronize()
-        with stream:
-            kept: list[object] = []  # results live as long as the graph
-            stream.begin_capture()
-            try:
-                kept.extend(call() for _ in range(calls))
-            finally:
-                graph = stream.end_capture()
-            timing = self.measure(
-                lambda: graph.launch(stream), repeats=repeats, warmup=warmup, barrier=barrier
-            )
-            stream.synchronize()
-        kept.clear()
-        return Timing(tuple(each / calls for each in timing.microseconds))
+        """``capture`` and ``replay``."""
+        captured = self.capture(call, calls=calls, barrier=barrier)
+        return self.replay(captured, repeats=repeats, warmup=warmup, barrier=barrier)
 
 
 def slowest(timing: Timing, allgather: Callable[[float], list[float]]) -> float:

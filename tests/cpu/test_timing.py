@@ -93,6 +93,11 @@ def test_the_cuda_timer_flushes_meets_and_then_counts(stream):
     assert stream.log == ["flush", "barrier", "call"] * 3 + ["synchronize"]
 
 
+def test_several_flushes_cover_a_slow_host(stream):
+    CudaTimer(flushes=3).measure(lambda: stream.work("call", 7), repeats=1, warmup=0)
+    assert stream.log == ["flush", "flush", "flush", "call", "synchronize"]
+
+
 def test_without_flush(stream):
     CudaTimer(0).measure(lambda: stream.work("call", 7), repeats=1, warmup=0)
     assert stream.log == ["call", "synchronize"]
@@ -103,5 +108,18 @@ def test_a_graph_is_captured_once_and_divided(stream):
     assert timing.microseconds == pytest.approx((10, 10, 10))
     assert stream.log[1:] == [
         "begin", "call", "call", "call", "call", "end", "launch", "launch", "launch",
-        "synchronize", "synchronize",
+        "synchronize",
     ]  # fmt: skip
+
+
+def test_the_ranks_meet_before_a_capture_and_before_each_launch(stream):
+    captured = CudaTimer(0).capture(
+        lambda: stream.work("call", 7), calls=2, barrier=lambda: stream.work("barrier", 100)
+    )
+    assert stream.log == ["synchronize", "barrier", "synchronize", "begin", "call", "call", "end"]
+    stream.log.clear()
+    timing = CudaTimer(0).replay(
+        captured, repeats=2, warmup=0, barrier=lambda: stream.work("barrier", 100)
+    )
+    assert timing.microseconds == pytest.approx((20, 20))
+    assert stream.log == ["barrier", "launch", "barrier", "launch", "synchronize"]

@@ -1,95 +1,13 @@
-"""Rows that say where they come from, so that large results are checked where they lie.
+"""The rows of ``bench``, which say where they come from, for the workers."""
 
-Word w of token t of rank r is a hash of (r, t, w, salt), cut so that it is a normal number around
-1 for whoever reads it as bfloat16, float32 or float64. A receiver knows from the handle which
-rows it must have, and what k equal rows add up to.
-"""
+from deepep_cupy.testing.bench_rows import (
+    as_words,
+    copies_of,
+    fill,
+    pattern,
+    sources,
+    wrong_rows,
+    wrong_sums,
+)
 
-from __future__ import annotations
-
-from typing import Any
-
-import numpy as np
-
-_CHUNK_WORDS = 1 << 24
-"""Words of a row block that is made at a time."""
-
-
-def pattern(xp: Any, ranks: Any, tokens: Any, words: int, salt: int) -> Any:
-    """``[N, words]`` uint32: the rows of (rank, token) pairs, both ``[N]``."""
-    rows = ranks.astype(np.uint32) * np.uint32(0x9E3779B1)
-    rows = rows + tokens.astype(np.uint32) * np.uint32(0x85EBCA77)
-    rows = rows + np.uint32(salt * 0x27D4EB2F % (1 << 32))
-    columns = xp.arange(words, dtype=np.uint32) * np.uint32(0xC2B2AE3D)
-    value = rows[:, None] + columns[None, :]
-    value ^= value >> np.uint32(15)
-    value *= np.uint32(0x2C1B3C6D)
-    value ^= value >> np.uint32(12)
-    value &= np.uint32(0x80FF80FF)
-    value |= np.uint32(0x3F003F00)
-    return value
-
-
-def as_words(array: Any) -> Any:
-    """``[N, H]`` of any dtype as ``[N, words]`` uint32; rows are multiples of four bytes."""
-    return array.view(np.uint8).view(np.uint32)
-
-
-def _chunks(rows: int, words: int) -> list[slice]:
-    step = max(1, _CHUNK_WORDS // max(1, words))
-    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
-
-
-def fill(xp: Any, x: Any, rank: int, salt: int) -> None:
-    """Write the rows of ``rank``'s tokens 0, 1, …"""
-    words = as_words(x)
-    tokens = xp.arange(len(x), dtype=np.uint32)
-    ranks = xp.full(len(x), rank, np.uint32)
-    for part in _chunks(*words.shape):
-        words[part] = pattern(xp, ranks[part], tokens[part], words.shape[1], salt)
-
-
-def sources(xp: Any, handle: Any) -> tuple[Any, Any]:
-    """(rank, token) of every row that the dispatch of ``handle`` received here."""
-    counts = handle.recv_rows_per_rank
-    counts = counts.get() if hasattr(counts, "get") else counts
-    ranks = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
-    return xp.asarray(ranks), handle.recv_src_idx
-
-
-def wrong_rows(xp: Any, rows: Any, ranks: Any, tokens: Any, salt: int) -> int:
-    """How many rows are not those of their (rank, token)."""
-    words, wrong = as_words(rows), 0
-    for part in _chunks(*words.shape):
-        want = pattern(xp, ranks[part], tokens[part], words.shape[1], salt)
-        wrong += int((words[part] != want).any(axis=1).sum())
-    return wrong
-
-
-def wrong_sums(xp: Any, sums: Any, rank: int, salt: int, copies: Any) -> int:
-    """How many rows are not the sum of ``copies[t]`` times the row of token t of ``rank``.
-
-    ``sums`` is of int32, float32 or bfloat16; floats are added in float32 and rounded once.
-    """
-    words, wrong = as_words(sums), 0
-    most = int(copies.max()) if len(sums) else 0
-    tokens = xp.arange(len(sums), dtype=np.uint32)
-    ranks = xp.full(len(sums), rank, np.uint32)
-    for part in _chunks(*words.shape):
-        row = pattern(xp, ranks[part], tokens[part], words.shape[1], salt)
-        times = copies[part][:, None]
-        if sums.dtype.kind == "i":
-            want = (row * times.astype(np.uint32)).astype(np.uint32)
-        else:
-            term = row.view(sums.dtype).astype(np.float32)
-            total = xp.where(times > 0, term, np.float32(0))
-            for number in range(1, most):
-                total = xp.where(times > number, total + term, total)
-            want = as_words(xp.ascontiguousarray(total.astype(sums.dtype)))
-        wrong += int((words[part] != want).any(axis=1).sum())
-    return wrong
-
-
-def copies_of(handle: Any) -> Any:
-    """``[T]``: to how many ranks each token of this rank went."""
-    return (handle.send_row >= 0).sum(axis=1)
+__all__ = ["as_words", "copies_of", "fill", "pattern", "sources", "wrong_rows", "wrong_sums"]

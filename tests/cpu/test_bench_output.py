@@ -1,0 +1,315 @@
+"""What a bench shows: table, notes, JSON, pictures; options; and whole runs without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepep_cupy.cli import bench_options, bench_output, main
+from deepep_cupy.cli.bench_latency import parse_any
+from deepep_cupy.cli.bench_output import Report, heading, plot, table
+from deepep_cupy.errors import ContractError, PlatformError
+from deepep_cupy.testing import ranks as start
+from deepep_cupy.testing.bench import Shape
+from deepep_cupy.testing.bench_measure import Measurement, Meter
+from deepep_cupy.testing.bench_modes import parse
+
+WORKER = Path(__file__).with_name("bench_worker.py")
+SMALL = ("--hidden", "64", "--experts", "16", "--dtype", "float32", "--repeats", "2")
+
+
+class Ranks:
+    """Two ranks on two GPUs, seen from rank 0; no communicator is needed for words."""
+
+    def __init__(self, *, gpu=True, rank=0):
+        self.gpu, self.rank, self.size = gpu, rank, 2
+        self.engine, self.gpus = ("cuda" if gpu else "host"), ("a", "b")
+
+
+def row(what="cached", kind="call", **changes):
+    values = {"operation": "dispatch", "num_sms": 24, "num_tokens": 4096, "us": 182.25,
+              "wire_bytes": 58_720_256, "logical_bytes": 117_440_512}  # fmt: skip
+    return Measurement(what=what, kind=kind, **(values | changes))
+
+
+ROWS = [
+    row("ceiling: push", "ceiling", us=174.0, logical_bytes=0),
+    row(graph_us=179.5, host_us=14.0, floor_us=174.0),
+    row("uncached", us=190.0, host_us=1200.0, floor_us=174.0),
+    row("NCCL: pack, send/recv", "baseline", num_sms=None, us=301.0, floor_us=174.0),
+]
+
+
+# --------------------------------------------------------------------------------------- table
+
+
+def test_table():
+    lines = table(ROWS).splitlines()
+    assert lines[0].split("  ")[0] == "SMs"
+    head = ["SMs", "what", "µs", "graph µs", "host µs", "wire MB", "wire GB/s", "logical GB/s"]
+    assert [name for name in head if name not in lines[0]] == []
+    cells = [re.split(" {2,}", line.strip()) for line in lines]
+    assert len({len(line) for line in lines}) == 1, "numbers are flush right"
+    assert cells[1][1:4] == ["ceiling: push", "174.0", "-"]
+    assert cells[2][1:5] == ["cached", "182.2", "179.5", "14.0"]
+    assert cells[2][5:] == ["58.7", "322.2", "644.4", "174.0", "0.955"]
+    assert cells[4][:2] == ["-", "NCCL: pack, send/recv"]
+
+
+def test_columns_without_a_word_are_left_out():
+    text = table([row(num_sms=None, wire_bytes=0)])
+    assert text.splitlines()[0].split() == ["what", "µs", "logical", "GB/s"]
+
+
+def test_few_tokens_are_about_time():
+    text = table([row(num_tokens=1, us=9.876, graph_us=7.5), row(num_tokens=2, us=1234.5)])
+    assert text.splitlines()[0].split() == ["T", "SMs", "what", "µs", "graph", "µs"]
+    assert text.splitlines()[1].split() == ["1", "24", "dispatch", "cached", "9.88", "7.50"]
+    assert text.splitlines()[2].split()[-2:] == ["1234", "-"]
+
+
+def test_heading():
+    assert heading("dispatch", Shape(), Ranks(), "4096") == (
+        "bench dispatch: 4096 tokens a rank, rows of 7168 bfloat16 (14336 bytes), top-8 of 256 "
+        "experts, uniform; 2 ranks on 2 GPUs, engine cuda"
+    )
+    skewed = heading("combine", Shape(routing="k-hot", num_experts=255), Ranks(gpu=False), "1")
+    assert "top-8 of 256 experts, k-hot (8 experts); 2 ranks, engine host" in skewed
+
+
+def test_report():
+    report = Report("dispatch", Shape(), Ranks(), 20)
+    report.rows += [*ROWS, row("no_wait", note="no graph: RuntimeError")]
+    report.note("NCCL is not installed")
+    report.note("NCCL is not installed")
+    lines = report.text().splitlines()
+    assert lines[0].startswith("bench dispatch: 4096 tokens")
+    assert lines[-2:] == ["NCCL is not installed", "dispatch no_wait: no graph: RuntimeError"]
+    assert "median of 20" in lines[-3]
+    assert "host engine: times by the host's clock alone" in Report(
+        "dispatch", Shape(), Ranks(gpu=False), 20
+    ).text()  # fmt: skip
+
+
+def test_json(tmp_path, capsys):
+    report = Report("dispatch", Shape(num_experts=255), Ranks(gpu=False), 20)
+    report.rows += ROWS
+    report.publish(tmp_path / "x.json", None)
+    read = json.loads((tmp_path / "x.json").read_text())
+    assert read["command"] == "bench dispatch"
+    assert read["settings"]["num_experts"] == 256
+    assert read["machine"]["packages"]["numpy"]
+    assert len(read["rows"]) == 4
+    assert read["rows"][1]["ratio"] == pytest.approx(174 / 182.25)
+    assert read["rows"][1]["wire_gb_s"] == pytest.approx(322.2, rel=1e-3)
+    assert read["rows"][0]["graph_us"] is None
+    assert "cached" in capsys.readouterr().out
+
+
+def test_only_rank_0_speaks(tmp_path, capsys):
+    report = Report("dispatch", Shape(), Ranks(rank=1), 20)
+    report.rows += ROWS
+    report.publish(tmp_path / "x.json", tmp_path / "x.png")
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        [*ROWS, row(num_sms=64, us=180.0), row("uncached", num_sms=64)],
+        [row(num_tokens=t, us=9.0 + t, graph_us=7.0) for t in (1, 2, 4)],
+        [row(num_sms=None)],
+    ],
+    ids=["one number of SMs", "two", "tokens", "host"],
+)
+def test_pictures(rows, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(rows, "title", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------- options
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    bench_options.add_common(parser)
+    return parser.parse_args(words)
+
+
+def test_numbers():
+    assert bench_options.numbers("8,16,8") == [8, 16]
+    for text in ("0", "-3", "x", ""):
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+            bench_options.numbers(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--topk", "33"), "--topk must be at most 32, got 33"),
+        (("--topk", "4", "--experts", "3"), "--topk must be at most 3"),
+        (("--hot", "7"), "--hot must be 8 to 256"),
+        (("--seed", "-1"), "--seed must be 0 or more"),
+        (("--json", "/nowhere/at/all.json"), "--json must name a file in a folder that exists"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(words, said):
+    with pytest.raises(ContractError, match=said):
+        bench_options.check_common("dispatch", options(*words))
+
+
+def test_a_plot_needs_matplotlib(monkeypatch):
+    monkeypatch.setattr(bench_options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlatformError, match="--plot needs matplotlib"):
+        bench_options.check_common("dispatch", options("--plot", "x.png"))
+
+
+def test_modes_by_name():
+    modes = bench_options.modes_of_names("latency", "pool,cached,pool", parse_any)
+    assert modes == [parse("combine", "pool"), parse("dispatch", "cached")]
+    with pytest.raises(ContractError, match="argument --mode: dispatch has the modes uncached"):
+        bench_options.modes_of_names("latency", "warm", parse_any)
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "roundtrip", "latency"])
+def test_help(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["bench", verb, "--help"])
+    assert ended.value.code == 0
+    assert "--routing" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------- clocks
+
+
+def test_a_failed_capture_is_told_and_not_replayed(monkeypatch):
+    class Timer:
+        def capture(self, call, **options):
+            raise RuntimeError("cannot be captured")
+
+    class Comm:
+        def allgather(self, value):
+            return [value, ""]
+
+    meter = Meter.__new__(Meter)
+    meter._timer, meter._ranks, meter._repeats = Timer(), argparse.Namespace(comm=Comm()), 3
+    monkeypatch.setattr(sys.modules[Meter.__module__], "CudaTimer", Timer)
+    assert meter.graph(None, None) == (0.0, "no graph: cannot be captured")
+
+
+def test_the_bar_counts_steps(monkeypatch):
+    seen = []
+
+    class Bar:
+        def __init__(self, total, shown):
+            seen.append((total, shown))
+
+        def update(self, done, what):
+            seen.append((done, what))
+
+        def clear(self):
+            seen.append("clear")
+
+    monkeypatch.setattr(bench_output, "Progress", Bar)
+    steps = bench_output.Steps(2, shown=True)
+    steps("a")
+    steps("b")
+    steps.clear()
+    assert seen == [(2, True), (0, "a"), (1, "b"), "clear"]
+
+
+# ------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "roundtrip", "latency"])
+def test_on_the_host_engine(verb, tmp_path):
+    tokens = "1,3" if verb == "latency" else "40"
+    out = tmp_path / "x.json"
+    arguments = ["bench", verb, "--tokens", tokens, *SMALL, "--engine", "host", "--json", out]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepep_cupy", *map(str, arguments)],
+        cwd=WORKER.parents[2], capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "host engine: times by the host's clock alone" in done.stdout
+    rows = json.loads(out.read_text())["rows"]
+    assert {each["kind"] for each in rows} == {"call"}
+    assert all(each["us"] > 0 and each["graph_us"] is None for each in rows)
+
+
+def run(ranks, *arguments):
+    done = start.run_ranks(WORKER, ranks, *arguments, *SMALL, limit_s=100)
+    done.check()
+    return done.outputs
+
+
+@pytest.mark.mpi
+def test_dispatch_as_on_two_gpus(tmp_path):
+    out = tmp_path / "x.json"
+    said = run(2, 2, "dispatch", "--tokens", 40, "--sms", "8,200", "--json", out)
+    assert "2 ranks on 2 GPUs" in said[0]
+    assert said[1].splitlines()[0].startswith("exit code 0")
+    rows = json.loads(out.read_text())["rows"]
+    assert sorted({each["num_sms"] for each in rows if each["kind"] == "call"}) == [8, 132]
+    found = {(each["num_sms"], each["what"]): each for each in rows}
+    for sms in (8, 132):
+        for name in ("push", "pull", "local", "push, rows of 68 B"):
+            assert found[sms, f"ceiling: {name}"]["us"] > 0
+        for name in ("no_wait", "uncached", "cached", "cached+fp8", "cached+cast"):
+            call = found[sms, name]
+            assert call["floor_us"] > 0
+            assert (call["graph_us"] is None) == (name == "uncached")
+            assert call["host_us"] > 0
+    push, call = found[8, "ceiling: push"], found[8, "cached"]
+    assert call["wire_bytes"] == push["wire_bytes"]
+    assert call["floor_us"] == pytest.approx(push["us"])
+    assert found[None, "NCCL: pack, send/recv"]["wire_bytes"] == call["wire_bytes"]
+
+
+RUNS = {  # ranks, GPUs, command line: words on rank 0
+    (3, 3, "combine --tokens 20 --sms 8"): ["pool+per_rank", "ceiling: pull", "recv, scatter"],
+    (4, 2, "combine --tokens 20 --sms 8,200 --mode pool,outside"): [
+        *("4 ranks on 2 GPUs", "ceiling: push", "NCCL does not put two ranks on one GPU"),
+        *("\n 66  ", "200 SMs: a rank gets no more than 66"),
+    ],
+    (2, 1, "dispatch --tokens 20 --sms 8 --mode cached"): ["on 1 GPU,", "ceiling: local"],
+    (1, 1, "roundtrip --tokens 20 --sms 8"): ["on 1 GPU,", "NCCL has nothing to do on one rank"],
+    (2, 2, "roundtrip --tokens 20 --sms 8 --routing k-hot"): [
+        *("ceiling: push there", "ceiling: pull back", "scatter"),
+    ],
+    (2, 2, "latency --tokens 1,4 --routing zipf"): ["dispatch no_wait", "combine pool", "graph"],
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_gpus_line", RUNS, ids=lambda key: key[2].split()[0])
+def test_other_runs_as_on_gpus(ranks_gpus_line):
+    ranks, gpus, line = ranks_gpus_line
+    words, arguments = RUNS[ranks_gpus_line], line.split()
+    said = run(ranks, gpus, *arguments)
+    missing = [word for word in words if word not in said[0]]
+    assert not missing, f"{missing} not in:\n{said[0]}"
+    if gpus == 1:
+        assert "ceiling: push" not in said[0]
+    for other in said[1:]:
+        assert len(other.splitlines()) == 1, other
+
+
+@pytest.mark.mpi
+def test_a_wrong_copy_is_found():
+    done = start.run_ranks(
+        WORKER, 2, 2, "dispatch", "--tokens", 20, "--sms", "8", *SMALL, limit_s=100,
+        environment={"BENCH_WORKER_FAULT": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "wrong bytes on the ranks; no time of this run means anything" in done.outputs[0]
