@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from common import Worker, core
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
@@ -67,29 +68,56 @@ def trips(worker: Worker, modules: dict[str, Any], what: str) -> None:
         functions[name] = Loaded(name, int(kernel.kernel.ptr), (module, kernel))
     with worker.buffer(hidden=ROW_BYTES) as buffer:
         kernels = core(buffer).kernels
-        for name, function in functions.items():
-            if kernels.has(name):
-                kernels._loaded[name] = (kernels._loaded[name][0], function)
         idx = np.random.default_rng(rank).permuted(
             np.tile(np.arange(4 * worker.size), (60, 1)), axis=1
         )
         topk_idx = xp.asarray(np.ascontiguousarray(idx[:, : min(4, idx.shape[1])]))
+        rows = {}
         for words in (100, 3584, 33):  # 33: rows that the bulk engine cannot move
-            x = xp.empty((60, 4 * words), np.uint8).view(np.float32)
+            rows[words] = x = xp.empty((60, 4 * words), np.uint8).view(np.float32)
             fill(xp, x, rank, words)
+        own = {words: modes(buffer, x, topk_idx) for words, x in rows.items()}
+        for name, function in functions.items():
+            if kernels.has(name):
+                kernels._loaded[name] = (kernels._loaded[name][0], function)
+        kernels._ready.clear()
+        kernels._local.clear()
+        for words, x in rows.items():
             got = buffer.dispatch(x, topk_idx=topk_idx)
             wrong = wrong_rows(xp, got.recv_x, *sources(xp, got.handle), words)
             assert wrong == 0, f"dispatch by {what}: {wrong} rows are wrong"
             back = buffer.combine(got.recv_x, got.handle)
             wrong = wrong_sums(xp, back.combined_x, rank, words, copies_of(got.handle))
             assert wrong == 0, f"combine by {what}: {wrong} rows are wrong"
+            for name, value in modes(buffer, x, topk_idx).items():
+                assert np.array_equal(value, own[words][name]), f"{name} by {what} is wrong"
             buffer.barrier()
         worker.synchronize()
         buffer.check()
-        used = {name for name, _ in kernels._ready}
+        used = {name for name, _ in (*kernels._ready, *kernels._local)}
         missing = {name for name in functions if kernels.has(name)} - used
         assert not missing, f"these kernels were not launched: {missing}"
     worker.say(f"{what}: right with {', '.join(sorted(used))}")
+
+
+def modes(buffer: Any, x: Any, topk_idx: Any) -> dict[str, Any]:
+    """What the kernels beside plain dispatch and combine make, as bytes. Collective."""
+    halves = x.view(ml_dtypes.bfloat16)
+    codes, scales = buffer.dispatch(
+        halves, topk_idx=topk_idx, quantize="fp8_e4m3", scales_layout="column"
+    ).recv_x
+    wide = buffer.dispatch(x, topk_idx=topk_idx, do_expand=True)
+    late = buffer.dispatch(x, topk_idx=topk_idx, do_cpu_sync=False)
+    outside = late.recv_x.copy()
+    made = {
+        "the cast": codes,
+        "the scales": scales.T,
+        "the expanded layout": wide.recv_x,
+        "exact sums": buffer.combine(wide.recv_x, wide.handle).combined_x,
+        "sums per rank": buffer.combine(wide.recv_x, wide.handle, reduce="per_rank").combined_x,
+        "sums without a wait": buffer.combine(outside, late.handle).combined_x,
+    }
+    return {name: array.view(np.uint8).get() for name, array in made.items()}
 
 
 if __name__ == "__main__":

@@ -25,16 +25,17 @@ from deepep_cupy.plan.headers import (
 )
 from deepep_cupy.plan.layout import RECORD_HEAD
 from gpu_stand_in import device as d
-from gpu_stand_in import staging
+from gpu_stand_in import expanding, staging
 from gpu_stand_in.memory import at
 
 FIELDS = {}
 for _name in ("dispatch", "combine"):
     _struct = get_kernel(_name).params[1].ctype
     FIELDS[_name] = [(p.name, p.count) for p in _struct.params]
+FIELDS["combine_expanded"] = FIELDS["combine"] + expanding.MORE_FIELDS
 
 
-FORMS = {**staging.FORMS}
+FORMS = {**staging.FORMS, **expanding.FORMS}
 """Kernel that talks to nobody -> (what it does, what it touches)."""
 
 
@@ -94,8 +95,12 @@ class World:
                 self._receive(rank, launches, masks, headers, counts)
                 self._tell(rank, launch, counts)
         elif launches[0].name.startswith("combine"):
+            expanded = launches[0].name == "combine_expanded"
             for launch in launches:
-                self._combine(launch.d, launches)
+                if expanded:
+                    expanding.combine(self, launch.d, launches)
+                else:
+                    self._combine(launch.d, launches)
         self.epoch += 1
 
     # ------------------------------------------------------------------------------- dispatch
@@ -227,7 +232,10 @@ class World:
             out[token] = total(terms, width, wide).astype(number)
             if p.has_weights:
                 into = at(p.combined_weights, (p.num_tokens, p.num_topk), np.float32)
-                into[token] = total(weights, p.num_topk, np.float32)
+                if p.layout & LayoutFlag.EXPANDED:
+                    into[token] = gathered(weights, p.num_topk)
+                else:
+                    into[token] = total(weights, p.num_topk, np.float32)
 
     # ------------------------------------------------------------------------------- refusals
 
@@ -260,6 +268,14 @@ def total(terms, width, wide):
     for term in terms:
         made = term.astype(wide) if made is None else made + term.astype(wide)
     return np.zeros(width, wide) if made is None else made
+
+
+def gathered(weights, width):
+    """Their bits or-ed: one rank has each."""
+    made = np.zeros(width, np.uint32)
+    for one in weights:
+        made |= one.view(np.uint32)
+    return made.view(np.float32)
 
 
 def strided_scales(q, token):

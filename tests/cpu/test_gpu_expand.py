@@ -1,0 +1,268 @@
+"""The cast, the expanded layout and its combines: the CUDA engine's Python over stand-ins."""
+
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_stand_in import device as d
+from gpu_stand_in.engine import run_ranks
+
+from deepep_cupy import reference
+from deepep_cupy.engines.base import CombineCall, DispatchCall, Quantization, Streams
+from deepep_cupy.errors import ContractError
+from deepep_cupy.testing.compare import assert_same_bits
+from deepep_cupy.transport.pool import PoolExhaustedError
+
+EXPERTS, TOPK, ALIGNMENT = 8, 4, 4
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def up(array):
+    return None if array is None else d.asarray(array)
+
+
+def call_of(x, **more):
+    plain = {"topk_idx": None, "topk_weights": None, "is_token_in_rank": None, "routing": None}
+    return DispatchCall(x=x, **(plain | {"expert_alignment": ALIGNMENT, "own": False} | more))
+
+
+def inputs(num_ranks, seed, *, hidden=40, dtype=BFLOAT16):
+    """Rows, choices and weights of all ranks."""
+    rng = np.random.default_rng(seed)
+    tokens = ((7, 0, 16, 3) * 2)[:num_ranks]
+    xs = [rng.standard_normal((t, hidden)).astype(dtype) for t in tokens]
+    idx = [np.argsort(rng.random((t, EXPERTS)), axis=1)[:, :TOPK].astype(np.int64) for t in tokens]
+    for one in idx:
+        one[rng.random(one.shape) < 0.3] = -1
+    return xs, idx, [rng.random((t, TOPK)).astype(np.float32) for t in tokens]
+
+
+def check(got, want, *, cached=False):
+    """Every array of an expanded dispatch whose content is said."""
+    rows, scales = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x, None)
+    for name, array, right in (
+        ("recv_x", got.recv_x, rows),
+        ("scales", got.recv_scales, scales),
+        ("weights", got.recv_topk_weights, want.recv_topk_weights),
+    ):
+        assert (array is None) == (right is None), name
+        if right is not None:
+            array = array.get()
+            assert array.shape == right.shape
+            assert_same_bits(name, array[want.defined], right[want.defined])
+    assert got.recv_topk_idx is None
+    routing, handle = got.routing, want.handle
+    assert_same_bits("expanded_row", routing.expanded_row.get(), handle.expanded_row)
+    assert routing.num_expanded_rows == handle.num_expanded_tokens
+    listed = [] if cached else want.num_recv_tokens_per_expert_list
+    assert got.num_recv_tokens_per_expert == listed
+    ends = handle.psum_num_recv_tokens_per_expert
+    assert_same_bits("psum_expert_rows", routing.psum_expert_rows.get(), ends)
+
+
+@pytest.mark.parametrize("worst", [None, 64])
+@pytest.mark.parametrize("mode", ["plain", "no room", "own", "cast"])
+def test_dispatch_and_cached(num_ranks, worst, mode):
+    xs, idx, weights = inputs(num_ranks, 1)
+    limits = None if worst is None else [worst] * num_ranks
+    cast = {"round_scale": True, "use_ue8m0": True} if mode == "cast" else {}
+    common = {"quantize": mode == "cast", "topk_weights": weights, **cast}
+    want = reference.dispatch(
+        xs,
+        topk_idx=idx,
+        num_experts=EXPERTS,
+        expert_alignment=ALIGNMENT,
+        do_expand=True,
+        do_zero_padding=True,
+        num_worst_tokens=limits,
+        **common,
+    )
+    again = reference.dispatch(xs, handles=[one.handle for one in want], **common)
+
+    def work(rank):
+        me = rank.spec.rank
+        given = {"topk_weights": up(weights[me]), "expand": True, "own": mode == "own"}
+        if mode == "cast":
+            given["quantize"] = Quantization(round_scale=True, use_ue8m0=True)
+        if mode == "no room":
+            without_room(rank)
+        x = up(xs[me])
+        got = rank.dispatch(
+            call_of(x, topk_idx=up(idx[me]), num_worst_tokens=worst, zero_padding=True, **given)
+        )
+        check(got, want[me])
+        second = rank.dispatch(call_of(x, routing=got.routing, **given))
+        check(second, again[me], cached=True)
+        assert second.routing is got.routing
+        return True
+
+    assert all(run_ranks(num_ranks, work, num_experts=EXPERTS, num_topk=TOPK))
+
+
+def without_room(rank):
+    """The pool has room for what the exchange needs, and no more."""
+    alloc = rank.core.pool.alloc
+
+    def full(nbytes, stream, label=""):
+        if label.startswith("expanded"):
+            raise PoolExhaustedError("no room")
+        return alloc(nbytes, stream, label)
+
+    rank.core.pool.alloc = full
+
+
+@pytest.mark.parametrize("reduce", ["exact", "per_rank"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("worst", "in_pool"), [(None, True), (None, False), (64, False)])
+def test_combine(num_ranks, reduce, weighted, worst, in_pool):
+    xs, idx, _ = inputs(num_ranks, 2)
+    limits = None if worst is None else [worst] * num_ranks
+    arrived = reference.dispatch(
+        xs,
+        topk_idx=idx,
+        num_experts=EXPERTS,
+        expert_alignment=ALIGNMENT,
+        do_expand=True,
+        num_worst_tokens=limits,
+    )
+    handles = [one.handle for one in arrived]
+    rng = np.random.default_rng(3)
+    ys = [rng.standard_normal((h.num_rows, 40)).astype(BFLOAT16) for h in handles]
+    factors = [rng.standard_normal(h.num_rows).astype(np.float32) for h in handles]
+    carried = [rng.standard_normal(h.num_rows).astype(np.float32) for h in handles]
+    for one in carried:
+        one[rng.random(one.shape) < 0.5] = -0.0
+    biases = [[rng.standard_normal(x.shape).astype(BFLOAT16)] for x in xs]
+    want = reference.combine(
+        ys,
+        handles,
+        topk_weights=carried,
+        biases=biases,
+        reduce=reduce,
+        row_weights=factors if weighted else None,
+    )
+
+    def work(rank):
+        me = rank.spec.rank
+        got = rank.dispatch(
+            call_of(up(xs[me]), topk_idx=up(idx[me]), expand=True, num_worst_tokens=worst)
+        )
+        y = up(ys[me])
+        if in_pool:
+            y = rank.core.arrays.empty(y.shape, y.dtype, d.current_stream())
+            y[...] = ys[me]
+        back = rank.combine(
+            CombineCall(
+                y,
+                got.routing,
+                up(carried[me]),
+                (up(biases[me][0]),),
+                reduce=reduce,
+                row_weights=up(factors[me]) if weighted else None,
+            )
+        )
+        assert_same_bits("combined_x", back.combined_x.get(), want[me].combined_x)
+        gathered = back.combined_topk_weights.get()
+        assert_same_bits("combined_topk_weights", gathered, want[me].combined_topk_weights)
+        return True
+
+    assert all(run_ranks(num_ranks, work, num_experts=EXPERTS, num_topk=TOPK))
+
+
+@pytest.mark.parametrize("reduce", ["exact", "per_rank"])
+def test_ranks_that_disagree_on_the_sums(reduce):
+    xs, idx, _ = inputs(2, 4)
+
+    def work(rank):
+        me = rank.spec.rank
+        got = rank.dispatch(call_of(up(xs[me]), topk_idx=up(idx[me]), expand=True))
+        mine = reduce if me else "exact"
+        rank.combine(CombineCall(got.recv_x, got.routing, None, (), reduce=mine))
+        return int(rank.kernels.world.reports[me][0])
+
+    said = run_ranks(2, work, num_experts=EXPERTS, num_topk=TOPK)
+    assert said == [int(reduce == "per_rank")] * 2
+
+
+def test_a_refused_dispatch_leaves_poison():
+    xs, idx, weights = inputs(2, 5)
+
+    def work(rank):
+        me = rank.spec.rank
+        call = call_of(
+            up(xs[me]),
+            topk_idx=up(idx[me]),
+            topk_weights=up(weights[me]),
+            expand=True,
+            num_worst_tokens=1,
+        )
+        got = rank.dispatch(call)
+        assert (got.routing.expanded_row.get() == -1).all()
+        assert (got.recv_x.get().view(np.uint8) == 0xFF).all()
+        assert np.isnan(got.recv_topk_weights.get()).all()
+        with pytest.raises(ContractError, match="would receive"):
+            rank.combine(CombineCall(got.recv_x, got.routing, None, ()))
+        return True
+
+    assert all(run_ranks(2, work, num_experts=EXPERTS, num_topk=TOPK))
+
+
+def touch(array, what):
+    """Some kernel of the caller's that reads, on the current stream."""
+    d.device().tracker.touch(d.current_stream(), what, (array.data.ptr, array.nbytes, False))
+
+
+@pytest.mark.parametrize("worst", [None, 16])
+@pytest.mark.parametrize("cast", [False, True])
+def test_nothing_is_reused_before_its_time(worst, cast):
+    xs, idx, weights = inputs(1, 6)
+
+    def work(rank):
+        rank.events.patient = True
+        core, here = rank.core, d.current_stream()
+        for turn in range(24):
+            given = {
+                "x": up(xs[0]),
+                "topk_idx": up(idx[0]),
+                "topk_weights": up(weights[0]),
+                "quantize": Quantization() if cast else None,
+            }
+            ready = core.point()
+            streams = (
+                Streams(ready, async_finish=True, allocate_on_comm_stream=True),
+                Streams(ready, async_finish=True),
+                Streams(),
+            )[turn % 3]
+            got = rank.dispatch(
+                call_of(expand=True, num_worst_tokens=worst, streams=streams, **given)
+            )
+            given.clear()
+            y = up(np.zeros(got.recv_x.shape, BFLOAT16))
+            ready = core.point()
+            done = rank.combine(
+                CombineCall(
+                    y,
+                    got.routing,
+                    None,
+                    (),
+                    reduce=("exact", "per_rank")[turn // 3 % 2],
+                    streams=Streams(ready, async_finish=True) if turn % 3 < 2 else Streams(),
+                )
+            )
+            del y
+            user = d.Stream(non_blocking=True) if turn % 2 and got.event else here
+            with user:
+                for event in (got.event, done.event):
+                    if event is not None:
+                        event.wait()
+                for array in (got.recv_x, got.recv_topk_weights, done.combined_x):
+                    touch(array, "reader")
+            del got, done, array
+        return True
+
+    assert all(run_ranks(1, work, num_experts=EXPERTS, num_topk=TOPK))
