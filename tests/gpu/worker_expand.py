@@ -129,13 +129,13 @@ def small(worker: Worker, **changes: Any) -> Case:
 
 
 def refused(worker: Worker) -> str:
-    """A bad choice on the last rank, and no host waits: poison everywhere, then all is well."""
+    """A bad choice on rank 0, and no host waits: poison everywhere, then all is well."""
     case = small(worker)
     part = expected(case, 1).part(worker.rank)
     with worker.buffer(**sizes(worker)) as buffer:
         trip = Trip(buffer, case, part, worker.up)
         idx = part.inputs.topk_idx.copy()
-        if worker.rank == worker.size - 1:
+        if worker.rank == 0:
             idx[0, 0] = 4 * worker.size
         results: list[Any] = []
 
