@@ -35,7 +35,7 @@ from deepep_cupy.testing.bench_rows import (
 )
 from deepep_cupy.testing.routing_patterns import choose
 
-__all__ = ["Bench", "Load", "Ranks", "Shape"]
+__all__ = ["Bench", "Load", "Ranks", "Shape", "graph_calls"]
 
 _SALT, _SCALE_SALT, _BYTE_SALT = 7, 8, 9
 _CAST_SAMPLE = 16
@@ -191,7 +191,7 @@ class Bench:
         copies = max(1, min(shape.num_topk, self.num_experts // ranks.size))
         modes = tuple(modes)
         parts = 5 + 2 * copies * any(mode.expanded for mode in modes)
-        parts += sum(1 + copies * mode.expanded for mode in modes if mode.capturable)
+        parts += sum(kept_rows(mode, tokens, copies) for mode in modes if mode.capturable)
         pool = Buffer.size_hint(num_ranks=ranks.size, **sizes) + parts * worst + _ROOM
         self.buffer = Buffer(
             ranks.comm,
@@ -222,6 +222,20 @@ class Bench:
         traceback: TracebackType | None,
     ) -> None:
         self.buffer.__exit__(kind, error, traceback)
+        if self.ranks.gpu:  # what graphs have used belongs to streams that are gone
+            self.ranks.xp.get_default_memory_pool().free_all_blocks()
+
+
+def graph_calls(mode: Mode, num_tokens: int) -> int:
+    """Calls in the graph of a mode: a graph keeps the rows between dispatch and combine."""
+    return 5 if mode.operation == "roundtrip" and num_tokens > 256 else 20
+
+
+def kept_rows(mode: Mode, num_tokens: int, copies: int) -> int:
+    """What the graph of a mode keeps in the pool, in received rows at their worst."""
+    if mode.operation == "roundtrip":
+        return graph_calls(mode, num_tokens)
+    return 1 + copies * mode.expanded
 
 
 class Load:

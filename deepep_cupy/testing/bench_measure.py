@@ -10,7 +10,7 @@ from typing import Any
 
 from deepep_cupy.errors import DeepEPCupyError
 from deepep_cupy.testing.baselines import NcclExchange, Routes
-from deepep_cupy.testing.bench import Load, Ranks
+from deepep_cupy.testing.bench import Load, Ranks, graph_calls
 from deepep_cupy.testing.bench_modes import Mode
 from deepep_cupy.testing.ceilings import Ceiling, CeilingKernel
 from deepep_cupy.testing.timing import CudaTimer, HostTimer, Timer, slowest
@@ -32,7 +32,6 @@ Step = Callable[[str], None]
 _FLUSHES = 3
 """Writes of 256 MB before a call: together longer than the Python of any call."""
 _HOST_CALLS = 20
-_GRAPH_CALLS = 20
 
 
 @dataclass(kw_only=True)
@@ -105,14 +104,16 @@ class Meter:
         timing = self._timer.measure(call, repeats=self._repeats, barrier=barrier)
         return slowest(timing, self._ranks.comm.allgather)
 
-    def graph(self, call: Callable[[], Any], barrier: Callable[[], Any]) -> tuple[float, str]:
-        """Microseconds of a call in a graph, and why there are none (then they are 0)."""
+    def graph(
+        self, call: Callable[[], Any], barrier: Callable[[], Any], calls: int
+    ) -> tuple[float, str]:
+        """Microseconds of one of the calls in a graph, and why there are none (then 0)."""
         timer = self._timer
         if not isinstance(timer, CudaTimer):
             return 0.0, "the host engine has no graphs"
         trouble, captured = "", None
         try:
-            captured = timer.capture(call, calls=_GRAPH_CALLS, barrier=barrier)
+            captured = timer.capture(call, calls=calls, barrier=barrier)
         except (DeepEPCupyError, RuntimeError) as error:
             trouble = f"no graph: {error}"
         every = self._ranks.comm.allgather(trouble)
@@ -250,7 +251,7 @@ def measure_load(
         us = meter.events(call, barrier)
         graph_us, note = 0.0, ""
         if mode.capturable and bench.ranks.gpu:
-            graph_us, note = meter.graph(call, barrier)
+            graph_us, note = meter.graph(call, barrier, graph_calls(mode, load.num_tokens))
         host_us = meter.host(call) if bench.ranks.gpu else None
         load.check(mode, call())
         moved = bytes_of(load, mode)

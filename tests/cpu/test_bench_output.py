@@ -203,7 +203,7 @@ def test_a_failed_capture_is_told_and_not_replayed(monkeypatch):
     meter = Meter.__new__(Meter)
     meter._timer, meter._ranks, meter._repeats = Timer(), argparse.Namespace(comm=Comm()), 3
     monkeypatch.setattr(sys.modules[Meter.__module__], "CudaTimer", Timer)
-    assert meter.graph(None, None) == (0.0, "no graph: cannot be captured")
+    assert meter.graph(None, None, 20) == (0.0, "no graph: cannot be captured")
 
 
 def test_the_bar_counts_steps(monkeypatch):
