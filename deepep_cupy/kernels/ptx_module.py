@@ -286,9 +286,20 @@ def verify(folder: Path | None = None) -> list[str]:
         if not path.is_file():
             problems.append(f"{module.file}: in the manifest, but there is no such file")
             continue
-        found = _differences(module, parse_ptx(path.read_text(encoding="utf-8")))
-        problems += [f"{module.file}: {problem}" for problem in found]
+        text = path.read_text(encoding="utf-8")
+        problems += [
+            f"{module.file}: {problem}" for problem in _differences(module, parse_ptx(text))
+        ]
+        problems += [f"{module.file}: {problem}" for problem in _beyond_ascii(text)]
     return problems
+
+
+def _beyond_ascii(text: str) -> Iterator[str]:
+    """Characters, in comments too, that drivers of CUDA 13.0 and before do not take."""
+    for number, line in enumerate(text.splitlines(), 1):
+        strange = sorted({char for char in line if not char.isascii()})
+        if strange:
+            yield f"line {number} holds {' '.join(strange)}, which older drivers refuse: use ASCII"
 
 
 def assemble(path: Path, target: str) -> list[str]:
