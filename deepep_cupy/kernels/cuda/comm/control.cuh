@@ -50,8 +50,8 @@ struct CommShared {
 
 DEVICE u8* own_region(const CommParams& c) { return c.peer[c.rank]; }
 
-DEVICE u32* control_u32(u8* region, u32 offset) { return reinterpret_cast<u32*>(region + offset); }
-DEVICE u64* control_u64(u8* region, u32 offset) { return reinterpret_cast<u64*>(region + offset); }
+DEVICE u32* control_u32(u8* region, u64 offset) { return reinterpret_cast<u32*>(region + offset); }
+DEVICE u64* control_u64(u8* region, u64 offset) { return reinterpret_cast<u64*>(region + offset); }
 
 // Slots that carry a value exist twice, by the parity of the epoch: a rank one operation ahead
 // writes into the other one, and no rank can be two ahead, since every operation opens with the
