@@ -44,6 +44,16 @@ def test_rows_of_odd_sizes(built):
     check(range(10), Focus(shapes=PLAIN, row_bytes=(5, 6, 20, 21), trouble=""))
 
 
+@pytest.mark.parametrize("bulk", [False, True], ids=["ldst", "bulk"])
+def test_hosts_that_do_not_wait(built, bulk):
+    check(range(20), Focus(shapes=PLAIN, bulk=bulk, trouble="", mode="no wait"))
+
+
+def test_too_little_room_is_found_out_by_nobody_but_the_kernels(built):
+    calls = ("dispatch", "combine", "cached", "combine")
+    check(range(20), Focus(shapes=PLAIN, calls=calls, trouble="", tokens=1, mode="full"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(20))

@@ -1,5 +1,5 @@
-"""Dispatch, combine and barrier in a World: inputs from a seed, parameters from the plan, and the
-comparison with the reference, bit by bit."""
+"""Combine and barrier in a World: inputs from a seed, parameters from the plan, and the comparison
+with the reference, bit by bit. Dispatch is in ``dispatches``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, Refusal, dtype_code
 from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.plan.layout import align
-from deepep_cupy.reference import DispatchResult, combine, dispatch
+from deepep_cupy.reference import DispatchResult, combine
 from simulator.machine import Use
 from simulator.world import Call, World
 
@@ -30,12 +30,16 @@ class Handle:
         send_row: Per rank: offset in its local memory.
         birth: Per rank: offset of the word.
         serial: Of the dispatch.
+        real_rows: Per rank: offset of the word with the number of rows received.
+        waits: Whether the host waited for that number.
     """
 
     results: list[DispatchResult]
     send_row: list[int]
     birth: list[int]
     serial: int
+    real_rows: list[int]
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,158 +112,6 @@ def call_barrier(world: World, ways: Ways) -> Call:
         refusal = ways.refusals.get(rank)
         world.launch(rank, call, "barrier", Kind.BARRIER, 1, refusal=refusal)
     return call
-
-
-# ------------------------------------------------------------------------------- dispatch
-
-
-def call_dispatch(
-    world: World, ways: Ways, xs: list[Array], routing: Routing, handle: Handle | None = None
-) -> tuple[Call, Handle | None]:
-    """A dispatch, new or (with ``handle``) cached. Bad choices are refused by the kernel."""
-    call = world.begin_call("dispatch" if handle is None else "cached dispatch")
-    results = _expected_dispatch(world, xs, routing, handle)
-    made = Handle(results or [], [0] * world.num_ranks, [0] * world.num_ranks, call.serial)
-    for rank in range(world.num_ranks):
-        if rank not in ways.present:
-            continue
-        if rank in ways.refusals:
-            world.launch(rank, call, "barrier", Kind.DISPATCH, 1, refusal=ways.refusals[rank])
-            continue
-        _dispatch_on_rank(world, ways, call, rank, xs[rank], routing, handle, made)
-    if handle is not None:
-        return call, handle
-    return call, made if results is not None else None
-
-
-def _expected_dispatch(
-    world: World, xs: list[Array], routing: Routing, handle: Handle | None
-) -> list[DispatchResult] | None:
-    try:
-        if handle is not None:
-            handles = [result.handle for result in handle.results]
-            return dispatch(xs, handles=handles, topk_weights=routing.weights)
-        return dispatch(
-            xs,
-            topk_idx=routing.topk_idx,
-            topk_weights=routing.weights,
-            is_token_in_rank=routing.mask,
-            num_experts=None if routing.topk_idx is None else world.setting.num_experts,
-        )
-    except ValueError:
-        return None  # every rank refuses
-
-
-def _dispatch_on_rank(
-    world: World,
-    ways: Ways,
-    call: Call,
-    rank: int,
-    x: Array,
-    routing: Routing,
-    handle: Handle | None,
-    made: Handle,
-) -> None:
-    ranks, memory = world.num_ranks, world.memory[rank]
-    tokens, row_bytes = x.shape
-    cached = handle is not None
-    index = None if routing.topk_idx is None or cached else routing.topk_idx[rank]
-    weights = None if routing.weights is None else routing.weights[rank]
-    topk = weights.shape[1] if weights is not None else 0 if index is None else index.shape[1]
-    capacity = ranks * world.setting.max_tokens
-    if handle is not None:
-        capacity = handle.results[rank].handle.num_recv_tokens
-    shift = 0 if row_bytes % 16 == 0 else ways.pick() % 2 * (4 if row_bytes % 4 == 0 else 1)
-    x_at = world.array(rank, call, x, shift)
-    local = memory.local.address
-    access = access_bytes(row_bytes, (local(x_at),), (4, 1))
-    index_bytes = 0 if index is None else index.itemsize
-    experts = 0 if index is None else world.setting.num_experts
-    rows = world.block(rank, call, ways.pick())
-    meta = world.block(rank, call, ways.pick())
-    weights_at = align(4 * capacity, OFFSET_UNIT)
-    index_at = weights_at + align(4 * capacity * topk * (weights is not None), OFFSET_UNIT)
-    if handle is None:
-        made.send_row[rank] = world.output(rank, call, 4 * tokens * ranks, Use.SCRATCH)
-        made.birth[rank] = world.output(rank, call, 4)
-        per_rank = world.output(rank, call, 4 * ranks)
-    fields = {
-        "x": local(x_at),
-        "topk_idx": 0 if index is None else local(world.array(rank, call, index)),
-        "topk_weights": 0 if weights is None else local(world.array(rank, call, weights)),
-        "is_token_in_rank": 0,
-        "send_row": local((handle or made).send_row[rank]),
-        "recv_rows_per_rank": 0 if cached else local(per_rank),
-        "birth_out": 0 if cached else local(made.birth[rank]),
-        "birth_in": local(handle.birth[rank]) if handle is not None else 0,
-        "num_tokens": tokens,
-        "num_topk": topk,
-        "has_weights": int(weights is not None),
-        "index_bytes": index_bytes,
-        "num_experts": experts,
-        "experts_per_rank": max(1, experts // ranks),
-        "num_reported_experts": experts // ranks,
-        "experts_offset": memory.control.experts,
-        "row_bytes": row_bytes,
-        "access_bytes": access,
-        "dtype": dtype_code("uint8", 1),
-        "layout": Layout.CACHED if cached else Layout.MASK if index is None else Layout.TOPK,
-        "capacity": capacity,
-        "rows_offset": rows // OFFSET_UNIT,
-        "meta_offset": meta // OFFSET_UNIT,
-        "weights_offset": (meta if cached else meta + weights_at) // OFFSET_UNIT,
-        "index_offset": 0 if cached else (meta + index_at) // OFFSET_UNIT,
-    }
-    if routing.mask is not None and not cached:
-        fields["is_token_in_rank"] = local(world.array(rank, call, routing.mask[rank]))
-    bulk = ways.bulk and access == 16
-    kernel = "dispatch_bulk" if bulk else "dispatch"
-    world.launch(rank, call, kernel, Kind.DISPATCH, ways.grids[rank], fields)
-
-    # What a later kernel of the user sees, then the blocks go back to the pool.
-    device = memory.device
-    want = made.results[rank] if made.results else None
-    number = want.handle.num_recv_tokens if want else capacity
-
-    def get(region: int, offset: int, nbytes: int) -> Any:
-        return world.read(rank, call, region, offset, nbytes)
-
-    reads: dict[str, Any] = {"recv_x": get(device, rows, number * row_bytes)}
-    if weights is not None:
-        at = meta if cached else meta + weights_at
-        reads["recv_topk_weights"] = get(device, at, number * topk * 4)
-    if index is not None:
-        reads["recv_topk_idx"] = get(device, meta + index_at, number * topk * index_bytes)
-    if not cached:
-        reads["recv_src_idx"] = get(device, meta, number * 4)
-        reads["send_row"] = get(memory.local.region, made.send_row[rank], 4 * tokens * ranks)
-        reads["recv_rows_per_rank"] = get(memory.local.region, per_rank, 4 * ranks)
-    world.free_slot(rank, rows)
-    world.free_slot(rank, meta)
-    call.checks[rank] = lambda: _check_dispatch(world, call, rank, reads, routing, want)
-    filling = {"recv_x": 0, "recv_rows_per_rank": 0}
-    call.poisoned[rank] = lambda: _check_poison(reads, filling, None)
-    call.remains[rank] = lambda: _check_poison(reads, filling, want)
-
-
-def _check_dispatch(
-    world: World, call: Call, rank: int, reads: dict[str, Any], routing: Routing, want: Any
-) -> None:
-    if want is None:
-        raise AssertionError(f"rank {rank} says ok to a call that had to be refused")
-    words = world.report_words(rank)
-    layout = world.memory[rank].report_layout
-    later = world.calls[call.serial :]
-    newest = not any("dispatch" in other.name for other in later)
-    for name, get in reads.items():
-        _compare(f"{call.name} {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
-    if newest and not call.name.startswith("cached"):
-        counts = [call.serial << 32 | int(n) for n in want.recv_rows_per_rank]
-        _equal("rows reported to the host", words[layout.rows : layout.experts], counts)
-        if routing.topk_idx is not None:
-            counts = [call.serial << 32 | n for n in want.num_recv_tokens_per_expert_list]
-            got = words[layout.experts : layout.experts + len(counts)]
-            _equal("experts' rows reported to the host", got, counts)
 
 
 # ------------------------------------------------------------------------------- combine
@@ -374,11 +226,15 @@ def _combine_on_rank(
 
     def check() -> None:
         for name, get in reads.items():
-            _compare(f"combine {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
+            compare(f"combine {call.serial}, rank {rank}: {name}", get(), getattr(want, name))
 
-    filling = {"combined_x": 0 if y.dtype.kind in "iu" else 0xFF}
+    def poisoned() -> None:
+        for name, get in reads.items():
+            integers = name == "combined_x" and y.dtype.kind in "iu"
+            check_poison(name, get(), 0 if integers else 0xFF, None)
+
     call.checks[rank] = check
-    call.poisoned[rank] = lambda: _check_poison(reads, filling, None)
+    call.poisoned[rank] = poisoned
     call.remains[rank] = call.poisoned[rank]
 
 
@@ -393,7 +249,7 @@ def _values(rng: Rng, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
     return (rng.standard_normal(shape) * 10.0 ** rng.integers(-2, 3, shape)).astype(dtype)
 
 
-def _compare(what: str, got: bytes, want: Array) -> None:
+def compare(what: str, got: bytes, want: Array) -> None:
     wanted = np.ascontiguousarray(want).tobytes()
     if got == wanted:
         return
@@ -411,19 +267,18 @@ def _compare(what: str, got: bytes, want: Array) -> None:
     )
 
 
-def _equal(what: str, got: Sequence[int], want: Sequence[int]) -> None:
+def equal(what: str, got: Sequence[int], want: Sequence[int]) -> None:
     if list(got) != list(want):
         raise AssertionError(f"{what}: got {list(map(hex, got))}, wanted {list(map(hex, want))}")
 
 
-def _check_poison(reads: dict[str, Any], filling: dict[str, int], late: Any) -> None:
+def check_poison(name: str, got: bytes, poison: int, late: Array | None) -> None:
     """All bytes are poison, or (``late``) what a late peer would have written there."""
-    for name, get in reads.items():
-        got = np.frombuffer(get(), np.uint8)
-        bad = got != filling.get(name, 0xFF)
-        if late is not None:
-            rows = np.ascontiguousarray(getattr(late, name)).view(np.uint8).reshape(-1)
-            bad[: len(rows)] &= got[: len(rows)] != rows[: len(got)]
-        if bad.any():
-            first = int(np.flatnonzero(bad)[0])
-            raise AssertionError(f"{name} is not poisoned: byte {first} of {len(got)}")
+    seen = np.frombuffer(got, np.uint8)
+    bad = seen != poison
+    if late is not None:
+        rows = np.ascontiguousarray(late).view(np.uint8).reshape(-1)
+        bad[: len(rows)] &= seen[: len(rows)] != rows[: len(seen)]
+    if bad.any():
+        first = int(np.flatnonzero(bad)[0])
+        raise AssertionError(f"{name} is not poisoned: byte {first} of {len(seen)}")

@@ -54,7 +54,8 @@ DISPATCH = ("dispatch", "dispatch", "dispatch")
 
 
 def _focus(calls: tuple[str, ...], bulk: bool = False, trouble: str = "", **more: object) -> Focus:
-    return Focus(shapes=TWO_RANKS, calls=calls, bulk=bulk, trouble=trouble, tokens=2, **more)  # type: ignore[arg-type]
+    fixed = {"shapes": TWO_RANKS, "tokens": 2, "mode": "plain", **more}
+    return Focus(calls=calls, bulk=bulk, trouble=trouble, **fixed)  # type: ignore[arg-type]
 
 
 NEAR_WRAP = {"epochs": (2**32 - 4, 2**32 - 3, 2**32 - 2)}
@@ -355,6 +356,53 @@ PLANTED: tuple[Planted, ...] = (
         ),
         _focus(ROUND, bulk=True, row_bytes=(384,)),
         "combine by bulk copies",
+    ),
+    Planted(
+        "rows behind the real ones not told to be none",
+        ("dispatch",),
+        change(("fill_tails(c, s.comm, d);", "")),
+        _focus(DISPATCH, mode="no wait"),
+        "dispatch without a host that waits",
+    ),
+    Planted(
+        "rows behind the real ones begin a row too early",
+        ("dispatch_bulk",),
+        change(
+            (
+                "u64 rows = received_rows(c, comm, d); u64 tail",
+                "u64 rows = received_rows(c, comm, d);\nif (rows != 0u) --rows;\nu64 tail",
+            )
+        ),
+        _focus(DISPATCH, bulk=True, row_bytes=(48,), mode="no wait"),
+        "dispatch without a host that waits",
+    ),
+    Planted(
+        "room for rows not compared with counts",
+        ("dispatch",),
+        change(("disagree |= rows > s.headers[rank][kWordCapacity];", "")),
+        _focus(("dispatch",), mode="full"),
+        "a rank with too little room",
+    ),
+    Planted(
+        "handle of a refused dispatch accepted",
+        ("combine",),
+        change(("if (birth != 0u || s.mine[kWordRefusal] != 0u) return;", "return;")),
+        _focus(("dispatch", "combine"), mode="full"),
+        "combine queued on a dispatch that was refused",
+    ),
+    Planted(
+        "statistics added by the last block, whatever came of it",
+        ("dispatch",),
+        change(
+            (
+                "if (!leave(c, comm, verdict, true)) {",
+                "bool bad = leave(c, comm, verdict, true);\n"
+                "if (bad && comm.last != 0u && d.recv_stats != nullptr) add_statistics(d);\n"
+                "if (!bad) {",
+            )
+        ),
+        _focus(DISPATCH, trouble="skew", mode="no wait"),
+        "one block's wait expires",
     ),
 )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from deepep_cupy.plan.headers import Refusal, RefusalCode
 from simulator import calls
-from simulator.calls import Handle, Routing, Ways
+from simulator.calls import Array, Handle, Routing, Ways
+from simulator.dispatches import PLAIN, Mode, call_dispatch, random_mode, rows_received
 from simulator.machine import with_lines
 from simulator.shapes import Edit, Shape
 from simulator.world import FAILED, OK, POISONED, REFUSED, STOPPED, Setting, World, harmful
@@ -41,6 +42,8 @@ class Focus:
         epochs: Where counting may begin.
         row_bytes: Sizes of dispatched rows.
         tokens: Tokens of each rank are at least this many.
+        mode: ``"plain"``: nothing but rows; ``"no wait"``: hosts never wait; ``"full"``: neither,
+            and some rank has too little room in the first dispatch; None: anything.
         edits: Planted faults, by kernel.
     """
 
@@ -51,6 +54,7 @@ class Focus:
     epochs: tuple[int, ...] = EPOCHS
     row_bytes: tuple[int, ...] | None = None
     tokens: int = 0
+    mode: str | None = None
     edits: Mapping[str, Edit] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> str:
@@ -107,6 +111,7 @@ class Story:
         )
         self.world = World(seed, setting)
         self.handles: list[Handle] = []
+        self.refused: list[Handle] = []
         self.expected: dict[int, str] = {}
         self.absent: set[int] = set()
         self.tale = [
@@ -164,7 +169,7 @@ class Story:
             self.expected[len(self.world.calls) + 1] = REFUSED
         if name == "barrier":
             calls.call_barrier(self.world, ways)
-        elif name in ("dispatch", "mask") or not self.handles:
+        elif name in ("dispatch", "mask") or not (self.handles or self.refused):
             self._dispatch(ways, name == "mask", troubled, differ)
         elif name == "cached":
             self._cached(ways, differ)
@@ -193,15 +198,50 @@ class Story:
         xs = [calls.random_rows(self.rng, t, size) for t in tokens]
         if differ:
             xs[0] = calls.random_rows(self.rng, tokens[0], size + 16 if size < 384 else size - 16)
-        call, handle = calls.call_dispatch(self.world, ways, xs, routing)
-        if handle and handle.results and self._all_well(call.serial, ways):
+        mode = self._mode(xs, routing, bad=bad or differ or bool(ways.refusals))
+        call, handle = call_dispatch(self.world, ways, xs, routing, mode=mode)
+        call.name += f" ({mode})" if str(mode) else ""
+        if handle is None or len(ways.present) < self.world.num_ranks:
+            return
+        if self._all_well(call.serial, ways):
             self.handles.append(handle)
+        elif mode.worst is not None and not (bad or differ or ways.refusals):
+            self.refused.append(handle)
+
+    def _mode(self, xs: list[Array], routing: Routing, *, bad: bool) -> Mode:
+        """How to dispatch; now and then some rank has too little room, and nobody knows."""
+        most = self.world.num_ranks * self.world.setting.max_tokens
+        mode = random_mode(self.rng, xs, routing, most, False)
+        if self.focus.mode == "plain":
+            return PLAIN
+        if self.focus.mode is not None and mode.worst is None:
+            mode = replace(mode, worst=[most] * len(xs))
+        if mode.worst is None:
+            return mode
+        real = rows_received(self.world, routing)
+        room = [
+            max(r, w) if self.rng.random() < 0.7 else r
+            for r, w in zip(real, mode.worst, strict=True)
+        ]
+        full = self.focus.mode == "full" and not self.world.calls
+        if not bad and max(real) > 0 and (full or self.rng.random() < 0.1):
+            rank = int(np.argmax(real))
+            room[rank] = real[rank] - 1
+            self.expected[len(self.world.calls) + 1] = REFUSED
+        return replace(mode, worst=room)
 
     def _all_well(self, serial: int, ways: Ways) -> bool:
         return serial not in self.expected and len(ways.present) == self.world.num_ranks
 
+    def _handle(self) -> Handle:
+        """Of a dispatch that was well, or of one that was refused without anybody's knowing."""
+        if self.refused and (not self.handles or self.rng.random() < 0.5):
+            self.expected[len(self.world.calls) + 1] = REFUSED
+            return self.refused[-1]
+        return self.pick(self.handles)  # type: ignore[no-any-return]
+
     def _cached(self, ways: Ways, differ: bool) -> None:
-        handle = self.pick(self.handles)
+        handle = self._handle()
         size = int(self.pick(self.sizes))
         tokens = [result.handle.num_tokens for result in handle.results]
         xs = [calls.random_rows(self.rng, t, size) for t in tokens]
@@ -210,10 +250,14 @@ class Story:
         weights = None
         if self.rng.random() < 0.5:
             weights = [self.rng.random((t, 3)).astype(np.float32) for t in tokens]
-        calls.call_dispatch(self.world, ways, xs, Routing(None, weights, None), handle)
+        routing = Routing(None, weights, None)
+        mode = PLAIN
+        if self.focus.mode != "plain":
+            mode = random_mode(self.rng, xs, routing, 0, cached=True)
+        call_dispatch(self.world, ways, xs, routing, handle, mode)
 
     def _combine(self, ways: Ways, differ: bool) -> None:
-        handle = self.pick(self.handles)
+        handle = self._handle()
         dtype = calls.COMBINED[str(self.pick(sorted(calls.COMBINED)))]
         sizes = [size for size in self.sizes if size % dtype.itemsize == 0] or [dtype.itemsize]
         width = int(self.pick(sizes)) // dtype.itemsize

@@ -254,6 +254,15 @@ class World:
         self.machine.mark(rank, owner, local.region, offset, align(nbytes, 16), use, owner)
         return offset
 
+    def changed(self, rank: int, call: Call, data: np.ndarray[Any, Any]) -> int:
+        """An array of this rank that a kernel reads and writes; returns its offset."""
+        local = self.memory[rank].local
+        nbytes = align(data.nbytes, 16)
+        offset = local.take(nbytes)
+        self.machine.mark(rank, call.serial, local.region, offset, nbytes, Use.SCRATCH, call.serial)
+        self.machine.write(rank, call.serial, local.region, offset, data.tobytes())
+        return offset
+
     def block(self, rank: int, call: Call, pick: int) -> int:
         """A block of the pool for this operation's results."""
         offset = self.take_slot(rank, pick)
