@@ -92,7 +92,8 @@ class HostEngine:
         self._spec = spec
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         self._wire = Wire(self._rendezvous, chunk_bytes)
-        self._mover = Mover(self._wire, spec)
+        mover = Mover(self._wire, spec)
+        self._move, self._bring_back = mover.move, mover.bring_back
         self._epoch = _FIRST_EPOCH
         self._generation = 0
 
@@ -185,7 +186,7 @@ class HostEngine:
             num_rows = call.routing.num_recv_tokens
 
         def move(parts: list[NDArray[Any]]) -> NDArray[Any]:
-            return self._mover.move(parts, bounds, num_rows)
+            return self._move(parts, bounds, num_rows)
 
         local = move(choices) if choices is not None else None
         recv_x = move([rows_of(x, token) for token in senders])
@@ -309,13 +310,13 @@ class HostEngine:
         rows, row_weights = call.x, call.row_weights
         if routing.expanded and not exact:
             rows, row_weights = self._own_sums(call, bounds[-1]), None
-        back = self._mover.bring_back(rows, routing, bounds, copies=exact)
+        back = self._bring_back(rows, routing, bounds, copies=exact)
         factors = weights = None
         if row_weights is not None:
-            factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
+            factors = self._bring_back(row_weights, routing, bounds, copies=True)
         if call.topk_weights is not None:
             copies = routing.expanded
-            weights = self._mover.bring_back(call.topk_weights, routing, bounds, copies=copies)
+            weights = self._bring_back(call.topk_weights, routing, bounds, copies=copies)
         self._wire.wait("combine", "rows")
         shape = (routing.num_tokens, call.x.shape[1])
         combined_x = add(shape, dtype, call.biases, terms_of(routing, back, factors, copies=exact))

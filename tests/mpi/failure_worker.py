@@ -123,10 +123,10 @@ def before_rows(name):
         engine = buffer._engine
         real = getattr(engine, name)
 
-        def slow(*arguments):
+        def slow(*arguments, **named):
             time.sleep(2 * TIMEOUT_S)
             setattr(engine, name, real)
-            return real(*arguments)
+            return real(*arguments, **named)
 
         setattr(engine, name, slow)
 
