@@ -117,16 +117,18 @@ class Trip:
         return self._finish(buffer.dispatch(self._x, handle=handle, **rows, **self._streams()))
 
     def combine(self, handle: Any) -> list[Any]:
-        """Combine rows in ordinary memory, and the same rows in the Buffer's own."""
+        """Combine rows in ordinary memory and, on GPUs, the same rows in the Buffer's own."""
         case = self._case
         y: Any = self._y
-        inside = self._buffer.empty(y.shape, y.dtype)
-        inside[...] = y
+        places = [y]
+        if self._buffer.engine_name != "host":
+            places.append(self._buffer.empty(y.shape, y.dtype))
+            places[1][...] = y
         options: dict[str, Any] = {"topk_weights": self._y_weights, "bias": self._biases}
         if case.expand:
             options |= {"reduce": case.reduce, "row_weights": self._row_weights}
         results = []
-        for number, rows in enumerate((y, inside)):
+        for number, rows in enumerate(places):
             if case.out:
                 options["out"] = self._outs[number]
             got = self._buffer.combine(rows, handle, **options, **self._streams())
