@@ -104,8 +104,12 @@ def all_makes(worker: Worker, buffer: Any) -> dict[str, Callable[[], None]]:
     def by_hand() -> None:
         """As the engine launches its own."""
         inside.news.raise_any()
-        stream, _ = inside.begin()
-        twin(inside.serial, stream.ptr)
+        turn = inside.begin()
+        try:
+            twin(inside.serial, turn.stream.ptr)
+            inside.launched(turn)
+        finally:
+            inside.end(turn)
 
     return {"cuda": buffer.barrier, "ptx": by_hand}
 
