@@ -64,7 +64,9 @@ def test_a_fault_on_one_rank_is_shown_and_changes_the_exit_code(fault, column, s
     wrong = [row for row in rows if "WRONG" in row]
     assert wrong, run
     assert all(row[column] == "WRONG" for row in wrong), run
-    assert re.search(rf"^    {said} on rank 1: \d+ of \d+ elements differ", run.outputs[0], re.M), run
+    assert re.search(rf"^    {said} on rank 1: \d+ of \d+ elements differ", run.outputs[0], re.M), (
+        run
+    )
     last = run.outputs[0].splitlines()[-1]
     assert last.startswith(f"WRONG: {len(wrong)} of {len(rows)} cases differ"), run
 
