@@ -207,7 +207,7 @@ def test_env_describes_gpus():
 )
 def test_env_shows_the_vote_of_the_engine(vote, rows, monkeypatch):
     monkeypatch.setattr(select, "why_not_cuda", lambda spec, device: vote)
-    assert env._engine(env._gpus(CuPy(Runtime()))) == rows
+    assert env._engine(env._gpus(CuPy(Runtime())))[: len(rows)] == rows
 
 
 def test_env_shows_which_gpus_reach_each_other():
