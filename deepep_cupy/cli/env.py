@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from deepep_cupy import _resources, env
 from deepep_cupy.errors import DeepEPCupyError
+from deepep_cupy.plan import policy
 from deepep_cupy.plan.spec import BufferSpec
 
 __all__ = ["add_arguments", "run"]
@@ -231,8 +232,21 @@ def _files() -> Rows:
 def _engine(gpus: list[dict[str, Any]] | str) -> Rows:
     problem = _why_not_cuda(gpus)
     if not problem:
-        return [("auto", "cuda, if every rank can")]
+        loads = _asked(lambda: _loads(gpus)) if isinstance(gpus, list) else ""
+        return [("auto", "cuda, if every rank can"), ("loads", loads)]
     return [("auto", "host"), ("why not cuda", problem)]
+
+
+def _loads(gpus: list[dict[str, Any]]) -> str:
+    """Which loads of row data a Buffer on these GPUs would take, and why."""
+    import cupy
+
+    driver = policy.driver_name(cupy.cuda.runtime.driverGetVersion())
+    first = gpus[0]
+    choice = policy.resolve(
+        env.loads(), first["arch"], gpu=first["name"], driver=driver, across_gpus=len(gpus) > 1
+    )
+    return f"{choice.loads}: {choice.reason}"
 
 
 def _why_not_cuda(gpus: list[dict[str, Any]] | str) -> str:

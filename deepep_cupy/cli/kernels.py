@@ -19,6 +19,7 @@ from deepep_cupy.kernels.compile import Compiled, Target, compile_text, parse_ar
 from deepep_cupy.kernels.inspect import count_instructions, disassemble, memory_instructions
 from deepep_cupy.kernels.registry import get_kernel, list_kernels
 from deepep_cupy.kernels.spec import KernelSpec
+from deepep_cupy.plan import policy
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instructions", action="store_true", help="a table of the memory instructions instead"
     )
     show.add_argument("--arch", default="sm_90", help="e.g. sm_90 (the default)")
-    show.add_argument("--loads", choices=_LOADS, default="coherent")
+    show.add_argument(
+        "--loads",
+        choices=("auto", *_LOADS),
+        help="default: DEEPEP_CUPY_LOADS; auto: what the policy table says of the architecture",
+    )
     _add_shape(show)
 
     compile_ = verbs.add_parser(
@@ -85,10 +90,13 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     spec = get_kernel(args.name)
+    choice = policy.resolve(
+        args.loads or env.loads(), parse_arch(args.arch), gpu="", driver="", across_gpus=True
+    )
     if args.format == "cuda" and not args.instructions:
-        print(kernel_source(spec.name, args.arch, **_shape(args, args.loads)), end="")
+        print(kernel_source(spec.name, args.arch, **_shape(args, choice.loads)), end="")
         return 0
-    compiled = _build(spec, args.arch, args, args.loads).compiled
+    compiled = _build(spec, args.arch, args, choice.loads).compiled
     if args.instructions:
         print(_instruction_table(compiled))
     elif args.format == "ptx":
