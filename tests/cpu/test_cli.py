@@ -210,6 +210,15 @@ def test_env_shows_the_vote_of_the_engine(vote, rows, monkeypatch):
     assert env._engine(env._gpus(CuPy(Runtime())))[: len(rows)] == rows
 
 
+def test_env_shows_which_loads_a_buffer_would_take(monkeypatch, tmp_path):
+    monkeypatch.setattr(select, "why_not_cuda", lambda spec, device: None)
+    monkeypatch.setenv("DEEPEP_CUPY_CACHE_DIR", str(tmp_path))  # no verdict there
+    for given, said in {"auto": "coherent: ", "nc": "nc: ", "coherent": "coherent: "}.items():
+        monkeypatch.setenv("DEEPEP_CUPY_LOADS", given)
+        rows = dict(env._engine(env._gpus(CuPy(Runtime()))))
+        assert rows["loads"].startswith(said), rows
+
+
 def test_env_shows_which_gpus_reach_each_other():
     assert "peer access to none" in env._gpu_rows(env._gpus(CuPy(Runtime(peers=False))))[0][1]
 
