@@ -186,6 +186,7 @@ def test_mps_is_started_for_sharing_ranks_and_stopped(place):
     assert daemon_is_gone(place)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_sigterm_ends_ranks_and_mps_even_if_it_is_deaf(place):
     (place / "deaf").touch()

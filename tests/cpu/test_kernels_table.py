@@ -38,7 +38,13 @@ CASES = [
     if arch >= spec.min_arch
     for loads in LOADS
 ]
-IDS = [f"{name}-sm_{arch}-{loads}" for name, arch, loads in CASES]
+PARAMS = [
+    pytest.param(
+        case, id="{}-sm_{}-{}".format(*case), marks=[] if case[1] == 90 else pytest.mark.slow
+    )
+    for case in CASES
+]
+"""One architecture by default, for the sake of time; CI runs them all."""
 
 
 def table():
@@ -59,17 +65,19 @@ def compile_apart(pair):
     return ""
 
 
-def compile_all():
+def compile_all(cases):
     """What went wrong, by case; empty where nothing did."""
-    pairs = list(dict.fromkeys((name, arch) for name, arch, _ in CASES))
+    pairs = list(dict.fromkeys((name, arch) for name, arch, _ in cases))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         said = dict(zip(pairs, pool.map(compile_apart, pairs), strict=True))
-    return {case: said[case[:2]] for case in CASES}
+    return {case: said[case[:2]] for case in cases}
 
 
 @pytest.fixture(scope="module")
-def failures():
-    return compile_all()
+def failures(request):
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {spec.params["case"] for spec in chosen if spec and "case" in spec.params}
+    return compile_all([case for case in CASES if case in wanted])
 
 
 def built(case):
@@ -115,14 +123,14 @@ def broken(rule, found, key="forbidden"):
 # -------------------------------------------------------------------------------- the comparison
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", PARAMS)
 def test_it_compiles_without_local_memory(case, failures):
     assert failures[case] == ""
     used = built(case).compiled.resources
     assert (used.spill_bytes, used.stack_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", PARAMS)
 def test_registers_and_shared_memory(case, failures):
     assert failures[case] == ""
     major = compiler_version().split(".")[0]
@@ -137,7 +145,7 @@ def test_registers_and_shared_memory(case, failures):
     assert found["shared"] == allowed["shared"], f"{found} is not {allowed}{hint}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", PARAMS)
 def test_required_and_forbidden_instructions(case, failures):
     assert failures[case] == ""
     found = sorted({opcode for opcode, _, _ in opcodes(built(case).compiled.ptx)})
@@ -150,7 +158,7 @@ def test_required_and_forbidden_instructions(case, failures):
     assert problems == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", PARAMS)
 def test_forbidden_machine_instructions(case, failures):
     """What ptxas makes of the PTX, too."""
     assert failures[case] == ""
@@ -213,7 +221,7 @@ def test_rules_can_be_broken():
 
 def write():
     """Write the numbers of this compiler's major version into the table, keeping the others."""
-    failed = {case: said for case, said in compile_all().items() if said}
+    failed = {case: said for case, said in compile_all(CASES).items() if said}
     if failed:
         raise SystemExit("\n".join(f"{case}: {said}" for case, said in failed.items()))
     major = compiler_version().split(".")[0]

@@ -8,11 +8,8 @@ from simulator.machine import Loads
 from simulator.scenario import run_story
 
 QUICK = (
-    "acq_rel weakened to relaxed (arrival counter of the blocks)",
     "fence moved to another thread (before the arrivals)",
     "one lane waits for the bulk stores of all",
-    "parity slots merged (headers)",
-    "fail bit dropped from the arrival counter",
     "proxy fence removed (peers' rows before bulk loads)",
 )
 

@@ -25,14 +25,14 @@ def check(seeds, focus):
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["ldst", "bulk"])
 def test_calls_end_well(built, bulk):
-    check(range(40), Focus(shapes=PLAIN, bulk=bulk, trouble=""))
+    check(range(20), Focus(shapes=PLAIN, bulk=bulk, trouble=""))
 
 
 @pytest.mark.parametrize(
     "trouble", ["freeze", "skew", "absent", "abort", "refuse", "bad_expert", "differ"]
 )
 def test_trouble_ends_as_the_contract_says(built, trouble):
-    check(range(12), Focus(shapes=PLAIN, trouble=trouble))
+    check(range(6), Focus(shapes=PLAIN, trouble=trouble))
 
 
 def test_epochs_wrap(built):
@@ -46,12 +46,12 @@ def test_rows_of_odd_sizes(built):
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["ldst", "bulk"])
 def test_hosts_that_do_not_wait(built, bulk):
-    check(range(20), Focus(shapes=PLAIN, bulk=bulk, trouble="", mode="no wait"))
+    check(range(10), Focus(shapes=PLAIN, bulk=bulk, trouble="", mode="no wait"))
 
 
 def test_too_little_room_is_found_out_by_nobody_but_the_kernels(built):
     calls = ("dispatch", "combine", "cached", "combine")
-    check(range(20), Focus(shapes=PLAIN, calls=calls, trouble="", tokens=1, mode="full"))
+    check(range(10), Focus(shapes=PLAIN, calls=calls, trouble="", tokens=1, mode="full"))
 
 
 @pytest.mark.slow
