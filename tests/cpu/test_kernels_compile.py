@@ -186,6 +186,7 @@ def test_options_for_nvrtc_and_for_rawmodule():
     assert not [option for option in plain if "arch" in option or "ftz" in option]
 
 
+@pytest.mark.slow
 def test_the_text_compiles_as_cupys_rawmodule_compiles_it():
     """CuPy adds its own architecture and ``-ftz=true`` after the options it is given."""
     for spec in list_kernels():

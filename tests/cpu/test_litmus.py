@@ -54,6 +54,7 @@ def test_one_gpu(producer):
         assert_as_modelled(one.run(test))
 
 
+@pytest.mark.slow
 def test_two_gpus():
     chosen = [
         test
