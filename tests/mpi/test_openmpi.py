@@ -33,7 +33,8 @@ def test_dead_rank_is_named():
     run = run_ranks(HERE / "failure_worker.py", 3, "killed", limit_s=60, flags=flags)
     assert not run.timed_out, run
     assert not run.survivors, run
-    assert run.returncode != 0, run
+    # Not the exit code: with recovery, whether a job with a dead process has failed is mpirun's own
+    # business (5.0.11 says 0 or not from run to run).
     for rank in (0, 2):
         errors = [line for line in run.outputs[rank].splitlines() if "Error: dispatch()" in line]
         assert errors, run
