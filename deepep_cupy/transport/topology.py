@@ -99,7 +99,10 @@ class Topology:
 
     def verdict(self) -> str:
         """Empty where all ranks can run the CUDA engine; else who cannot, and why."""
-        return "; ".join(f"rank {rank}: {reason}" for rank, reason in self.objections())
+        found = self.objections()
+        if len(found) == len(self.gpus) > 1 and len({reason for _, reason in found}) == 1:
+            return f"every rank: {found[0][1]}"
+        return "; ".join(f"rank {rank}: {reason}" for rank, reason in found)
 
     def summary(self) -> str:
         """One line for people: the GPUs and who shares them."""
