@@ -34,7 +34,7 @@ def test_dead_rank_is_named():
     assert not run.timed_out, run
     assert not run.survivors, run
     # Not the exit code: with recovery, whether a job with a dead process has failed is mpirun's own
-    # business (5.0.11 says 0 or not from run to run).
+    # business: 5.0.11 returned 0 in five runs of five.
     for rank in (0, 2):
         errors = [line for line in run.outputs[rank].splitlines() if "Error: dispatch()" in line]
         assert errors, run
