@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ LAYER = FOLDER / "02_moe_layer.py"
 DIGITS = FOLDER / "03_train_digits.py"
 PARTICLES = FOLDER / "04_particles.py"
 PTX = FOLDER / "05_read_the_ptx.py"
+OVERLAP = FOLDER / "06_overlap.py"
 ALL = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 WITH_FAULT = Path(__file__).with_name("with_fault.py")
 NUM_EXPERTS_OF_DIGITS = 8
@@ -102,6 +104,20 @@ def test_training_in_float32(tmp_path):
     assert values[-20:].mean() < values[0] / 50
 
 
+@needs_extra
+def test_overlap(tmp_path):
+    folder = tmp_path / "new"
+    run = run_ranks(OVERLAP, 2, "--runs", "2", "--out", folder)
+    assert_says_ok(run)
+    assert_png(folder / "overlap.png")
+    for piece in itertools.product(("dispatch", "experts", "combine"), "AB"):
+        assert re.search(rf"^{' '.join(piece)} +[\d,]+ to +[\d,]+", run.outputs[0], re.MULTILINE), (
+            run
+        )
+    if "engine: host" in run.outputs[0]:
+        assert "nothing is saved" in run.outputs[0], run
+
+
 # ------------------------------------------------------------------------------ the wrong answer
 
 
@@ -113,6 +129,8 @@ def test_training_in_float32(tmp_path):
         (HELLO, "bit"),
         (LAYER, "dispatch"),
         (LAYER, "combine"),
+        (OVERLAP, "dispatch"),
+        (OVERLAP, "bit"),
         pytest.param(DIGITS, "combine", marks=needs_extra),
         pytest.param(PARTICLES, "combine", marks=needs_extra),
     ],
