@@ -21,10 +21,9 @@ def options(description):
     """The command line, the same on every rank."""
 
     def count(text):
-        number = int(text)
-        if number < 1:
-            raise argparse.ArgumentTypeError("must be 1 or more")
-        return number
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+        return int(text)
 
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
@@ -94,7 +93,7 @@ def _cublas_on(xp, sms):
     tell = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path).cublasSetSmCountTarget
     handle = ctypes.c_void_p(xp.cuda.device.get_cublas_handle())
     if tell(handle, sms):
-        raise ValueError(f"cuBLAS does not take {sms} SMs")
+        raise ValueError(f"cuBLAS does not plan for {sms} SMs; give --gemm-sms a number it has")
     try:
         yield
     finally:
@@ -144,8 +143,7 @@ class Timeline:
         self._marks.append((name, begin, self._mark(stream)))
 
     def end(self):
-        """Wait for it all. False if the GPU was done with what came before the run while Python
-        still queued: then gaps may be Python's."""
+        """Wait for it all. False if the GPU had begun before all was queued."""
         if self._cuda is None:
             return True
         in_time = not self._zero.done
@@ -171,8 +169,9 @@ class Found:
         totals: Way → microseconds of that run on the slowest rank.
         results: What the layer gave.
         same_bits: Whether all runs gave it.
-        late: Runs in which the GPU waited for Python.
-        where: On what it ran, in words.
+        late: Runs that the GPU began before Python had queued them.
+        on_gpus: On which engine it ran.
+        where: How it was measured, in words.
         saving: How much less the second way takes, in words.
     """
 
@@ -181,6 +180,7 @@ class Found:
     results: list
     same_bits: bool
     late: int
+    on_gpus: bool
     where: str
     saving: str
 
@@ -222,9 +222,8 @@ def measure(comm, xp, buffer, ways, args):
     if on_gpus:
         where += f"; {_gpu_name(xp)}, overlapped: {args.num_sms} SMs for calls beside the experts, "
         where += f"{args.gemm_sms} for the experts"
-    return Found(
-        pieces, totals, results, same_bits, late, where, _saving(*totals.values(), on_gpus)
-    )
+    saving = _saving(*totals.values(), on_gpus)
+    return Found(pieces, totals, results, same_bits, late, on_gpus, where, saving)
 
 
 def _gpu_name(xp):
@@ -233,7 +232,7 @@ def _gpu_name(xp):
 
 def _saving(one, two, on_gpus):
     if not on_gpus:
-        return "nothing is saved: on the host engine a call is over when it returns"
+        return "nothing is saved: the host engine has no streams"
     word = "saved" if two <= one else "lost"
     return f"{word} {abs(one - two):,.0f} µs of {one:,.0f}, {100 * abs(1 - two / one):.1f} %"
 
@@ -251,8 +250,14 @@ def report(found, args):
     print(f"{'slowest rank':14}{found.totals[one]:24,.0f}{found.totals[two]:24,.0f}")
     print(f"({found.where})")
     if found.late:
-        print(f"note: in {found.late} of {2 * args.runs} runs the GPU had to wait for Python")
+        print(
+            f"note: in {found.late} of {2 * args.runs} runs the GPU began before Python had ",
+            end="",
+        )
+        print("queued everything; gaps may be Python's")
     print(found.saving)
+    if not found.on_gpus:
+        print("there a call is over when it returns: the columns differ in order, and by chance")
     if args.out is not None:
         draw(args.out / "overlap.png", found)
         print(f"picture: {args.out / 'overlap.png'}")
