@@ -36,11 +36,26 @@ fi
 @pytest.fixture(scope="module")
 def jobs():
     """The lists of jobs, from their file."""
-    path = ROOT / "tests" / "gpu" / "jobs.py"
-    spec = importlib.util.spec_from_file_location("jobs_of_gpu_tests", path)
+    return from_file("jobs")
+
+
+@pytest.fixture(scope="module")
+def at_once():
+    """Which of them may run together, from its file."""
+    return from_file("at_once")
+
+
+def from_file(name):
+    """A module of tests/gpu, which imports others that lie beside it."""
+    folder = ROOT / "tests" / "gpu"
+    spec = importlib.util.spec_from_file_location(f"{name}_of_gpu_tests", folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
     return module
 
 
@@ -110,6 +125,68 @@ def test_judgement_of_a_run_that_must_end_badly(jobs):
     assert job.judge(1, right + "\nTOO LATE", 10)[0] == "FAILED"
 
 
+# ---------------------------------------------------------------------------- jobs at the same time
+
+
+def all_jobs(jobs, gpus):
+    plan = jobs.Plan(gpus=gpus)
+    return [job for name in jobs.PARTS for job in jobs.PARTS[name](plan)]
+
+
+def test_what_runs_beside_others_can_be_and_says_what_it_takes(jobs):
+    for gpus in (1, 2, 8):
+        for job in all_jobs(jobs, gpus):
+            if job.beside:
+                assert not job.fails, "it would take the others with it"
+                assert not job.wrap, "no tool runs under MPS"
+                assert job.blocks > 0
+                assert job.gib > 0
+                assert job.blocks >= job.sms
+            assert job.seconds < job.limit_s, job
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_timetable_never_takes_more_than_there_is(jobs, at_once, gpus):
+    """At every moment all blocks that wait for other ranks fit on each GPU."""
+    room = at_once.Room(gpus=gpus, jobs=6, cores=32)
+    chosen = [job for job in all_jobs(jobs, gpus) if job.beside]
+    entries = at_once.timetable(room, chosen)
+    assert sorted(placed.job.title for _, _, placed in entries) == sorted(j.title for j in chosen)
+    several = 0
+    for begin, _, _ in entries:
+        now = [placed for start, end, placed in entries if start <= begin < end]
+        several += len(now) > 1
+        assert len(now) <= room.jobs
+        assert len({placed.job.beside for placed in now}) == 1
+        assert sum(placed.job.ranks for placed in now) <= room.cores
+        for gpu in range(gpus):
+            on_gpu = [(placed.job, placed.ranks_on(gpu, gpus)) for placed in now]
+            if len(now) > 1:
+                assert sum(job.blocks * ranks for job, ranks in on_gpu) < room.sms
+                assert sum(job.gib * ranks for job, ranks in on_gpu) < room.gib
+    assert several > len(entries) // 2
+
+
+def test_every_rank_of_a_job_is_on_some_gpu(jobs, at_once):
+    for job in all_jobs(jobs, 2):
+        for first in range(2):
+            placed = at_once.Placed(job, first)
+            ranks = [placed.ranks_on(gpu, 2) for gpu in range(2)]
+            assert sum(ranks) == job.ranks
+            if job.gpus == 1:
+                assert ranks[first] == job.ranks
+
+
+def test_a_job_alone_has_nothing_beside_it(jobs, at_once):
+    room = at_once.Room(gpus=2, jobs=8, cores=64)
+    alone, other = (at_once.Job(name, 2, ("x.py",), 10) for name in ("speed", "barrier"))
+    beside = at_once.Job("table", 2, ("x.py",), 10, beside="work", blocks=1, gib=1)
+    running = [at_once.Placed(alone)]
+    assert at_once.place(room, other, running) is None
+    assert at_once.place(room, beside, running) is None
+    assert at_once.place(room, beside, [at_once.Placed(beside)]) is not None
+
+
 # -------------------------------------------------------------------------------- the script runs
 
 
@@ -122,9 +199,19 @@ def run_script(*arguments, **settings):
 def test_list():
     done = run_script("--list", "--pretend", "2", "--parts", "barrier,soak")
     assert done.returncode == 0, done.stderr
-    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    titles = [line for line in done.stdout.splitlines() if line[0] not in " =a"]
     assert titles[:2] == ["barrier R1", "barrier R2"]
-    assert titles[-1] == "soak R4"
+    assert titles[-1] == "soak modes R4"
+    assert "s in all" in done.stdout.splitlines()[-1]
+
+
+def test_list_of_jobs_at_once():
+    options = ("--at-once", "8", "--cores", "32", "--phases", "beside")
+    done = run_script("--list", "--pretend", "2", "--parts", "barrier,soak,modes", *options)
+    assert done.returncode == 0, done.stderr
+    assert "barrier" not in done.stdout
+    assert "worker_modes.py --modes table" in done.stdout
+    assert "--num-sms" in done.stdout
 
 
 def test_wrong_part():
@@ -149,7 +236,7 @@ def place(tmp_path):
             module = importlib.util.module_from_spec(spec)
             sys.modules["gpu_script"] = module
             loader.exec_module(module)
-            module.PROBE = "pass"
+            module.machine.PROBE = "pass"
             sys.exit(module.main())
             """)
     )
@@ -166,6 +253,66 @@ def start(place, *arguments):
             stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": search},
         )
+
+
+@pytest.mark.mpi
+def test_jobs_run_beside_each_other_and_one_log_has_each_in_one_piece(place):
+    child = start(place, "--parts", "expand,soak", "--match", "soak modes R2|expand R2",
+                  "--quick", "--at-once", "2", "--cores", "4", "--minutes", "2")  # fmt: skip
+    assert child.wait(110) == 0, (place / "said").read_text()
+    said = (place / "said").read_text()
+    assert "2 ok, 0 FAILED, 0 skipped" in said
+    begun = [said.index(f"… {title}") for title in ("soak modes R2", "expand R2")]
+    ended = [said.index(f"{title}: ok") for title in ("soak modes R2", "expand R2")]
+    assert max(begun) < min(ended), said
+    log = (place / "out" / "log.txt").read_text()
+    first, second = log.split("\n===== ")[1:]
+    for piece in (first, second):
+        name = "EXPAND" if piece.startswith("expand") else "SOAKMODES"
+        assert f"{name}: ok" in piece
+        assert piece.count(": ok,") == 1
+    assert daemon_is_gone(place)
+
+
+FAILING = """
+import job, jobs, sys
+from pathlib import Path
+sys.argv[0] = {script!r}
+def lists(plan):
+    wait = "import time; time.sleep({seconds}); print('DONE: ok')"
+    made = []
+    for name, text in {texts!r}.items():
+        made.append(job.Job("barrier " + name, 1, ("-c", text), 20, plain=True, beside="work",
+                            blocks=1, gib=1))
+    return made
+jobs.PARTS["barrier"] = lists
+"""
+
+
+@pytest.mark.mpi
+def test_what_fails_after_another_one_runs_once_more(place, tmp_path):
+    """The second failure may be the first one's doing: MPS is started anew before it is judged."""
+    mark = tmp_path / "was here"
+    texts = {
+        "first": "import time; time.sleep(0.5); raise SystemExit(3)",
+        "victim": (
+            f"import time, pathlib; mark = pathlib.Path({str(mark)!r}); again = mark.exists(); "
+            "mark.touch(); time.sleep(0 if again else 1.5); print('DONE: ok'); "
+            "raise SystemExit(0 if again else 4)"
+        ),
+        "other": "print('DONE: ok')",
+    }
+    driver = (place / "driver.py").read_text()
+    more = FAILING.format(script=str(SCRIPT), seconds=0, texts=texts)
+    (place / "driver.py").write_text(driver.replace("sys.exit(module", more + "sys.exit(module"))
+    child = start(place, "--parts", "barrier", "--at-once", "2", "--cores", "4")
+    assert child.wait(60) == 1, (place / "said").read_text()
+    said = (place / "said").read_text()
+    assert "2 ok, 1 FAILED, 0 skipped" in said
+    assert "barrier victim R1: ok" in said
+    assert "(second try)" in said
+    assert "barrier first R1: FAILED" in said
+    assert (place / "log").read_text().count("-d") == 2, "MPS was not started anew"
 
 
 def daemon_is_gone(place):
@@ -191,14 +338,15 @@ def test_mps_is_started_for_sharing_ranks_and_stopped(place):
 def test_sigterm_ends_ranks_and_mps_even_if_it_is_deaf(place):
     (place / "deaf").touch()
     child = start(place, "--parts", "failures", "--ranks", "2")
-    log = place / "out" / "log.txt"
     deadline = time.monotonic() + 90
-    while not (log.exists() and "late dispatch" in log.read_text()):
+    logs = place / "out" / "running"
+    while not any("late dispatch" in path.read_text() for path in logs.glob("*.txt")):
         assert time.monotonic() < deadline, (place / "said").read_text()
         time.sleep(0.1)
     child.send_signal(signal.SIGTERM)
     assert child.wait(90) != 0
     assert "SIGTERM" in (place / "said").read_text()
+    assert "late dispatch" in (place / "out" / "log.txt").read_text()
     assert daemon_is_gone(place)
     assert not left_over(str(place))
 
@@ -233,9 +381,9 @@ def test_a_stopped_rank_is_ended_too(script):
     inner = "setsid sleep 300 & kill -STOP $$; wait"
     child = subprocess.Popen(["sh", "-c", inner], env={**os.environ, name: value})
     deadline = time.monotonic() + 10
-    while len(script.ours(mark)) < 2 and time.monotonic() < deadline:
+    while len(script.machine.ours(mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(script.ours(mark)) >= 2
-    script.end_all(mark)
+    assert len(script.machine.ours(mark)) >= 2
+    script.machine.end_all(mark)
     child.wait(5)
-    assert not script.ours(mark)
+    assert not script.machine.ours(mark)

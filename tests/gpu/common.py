@@ -30,6 +30,10 @@ LIMIT_VARIABLE = "GPU_TESTS_LIMIT_S"
 """Set by ``.ci/gpu``: seconds after which a worker writes the stacks of its threads."""
 
 
+ROW_BYTES = 14336
+"""Longest row of most Buffers: kernels for longer ones are the same, and are compiled before."""
+
+
 class Worker:
     """One rank of a worker.
 
@@ -56,6 +60,7 @@ class Worker:
         )
         parser.add_argument("--engine", choices=("cuda", "host"), default="cuda")
         parser.add_argument("--timeout", type=float, default=20.0, help="timeout_s of the Buffers")
+        parser.add_argument("--num-sms", type=int, help="num_sms of the Buffers")
         if arguments is not None:
             arguments(parser)
         self.options = parser.parse_args()
@@ -79,12 +84,13 @@ class Worker:
         """A Buffer on this worker's engine; small unless told otherwise."""
         arguments = {
             "num_max_tokens_per_rank": 64,
-            "hidden": 14336,
+            "hidden": ROW_BYTES,
             "num_topk": 8,
             "num_experts": 4 * self.size,
             "dtype": "uint8",
             "engine": self.options.engine,
             "timeout_s": self.options.timeout,
+            "num_sms": self.options.num_sms,
         }
         return Buffer(self.comm, **(arguments | changes))
 
@@ -177,6 +183,35 @@ class Graph:
             self.stream.synchronize()
         elapsed_ms: float = cuda.get_elapsed_time(begin, end)
         return 1e3 * elapsed_ms / (times * self.calls)
+
+
+# ---------------------------------------------------------------------------------------- kinds
+
+
+def add_kinds(parser: Any) -> None:
+    """The option ``--kinds``."""
+    parser.add_argument(
+        "--kinds",
+        default="",
+        help="copy path and loads of Buffers, as bulk-nc,ldst-coherent; default: the environment's",
+    )
+
+
+def kinds_of(worker: Worker) -> dict[str, dict[str, str]]:
+    """Name of each kind asked for → what ``env.setting`` takes while its Buffers are made."""
+    names = worker.options.kinds.split(",") if worker.options.kinds and worker.gpu else []
+    kinds = {}
+    for name in names:
+        path, loads = name.split("-")
+        kinds[name] = {"DEEPEP_CUPY_PATH": path, "DEEPEP_CUPY_LOADS": loads}
+    return kinds or {"": {}}
+
+
+def must_be(buffer: Any, kind: str) -> None:
+    """A Buffer must be of the kind it was made for."""
+    engine = buffer._engine
+    if kind and kind != f"{engine.path}-{engine.loads}":
+        raise AssertionError(f"wanted a Buffer of {kind}, got {engine.path}-{engine.loads}")
 
 
 def core(buffer: Buffer) -> Any:

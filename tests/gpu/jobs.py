@@ -8,114 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-Environment = tuple[tuple[str, str], ...]
-WORKERS = "tests/gpu"
+from job import Job, Plan, worker
 
-
-@dataclass(frozen=True)
-class Plan:
-    """For which machine, and how thoroughly.
-
-    Attributes:
-        gpus: How many there are.
-        quick: Smaller counts and fewer cases.
-        turns: Ranks that share a GPU take turns: every wait takes milliseconds.
-    """
-
-    gpus: int
-    quick: bool = False
-    turns: bool = False
-
-    def all_ranks(self, *wanted: int) -> tuple[int, ...]:
-        """These numbers of ranks, and as many as there are GPUs; each once."""
-        return tuple(sorted({*wanted, min(self.gpus, 8)}))
+KINDS = "bulk-nc,bulk-coherent,ldst-nc,ldst-coherent"
+"""All copy paths with both kinds of loads: ``--kinds`` of the workers."""
+DEFAULT_BLOCKS = 21
+"""Blocks of an operation on an H200 where nobody says how many."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One command.
-
-    Attributes:
-        name: Part, and what tells it from the others of its part.
-        ranks: How many.
-        argv: Behind ``python``.
-        limit_s: Seconds it may take.
-        gpus: Visible GPUs; 0: all.
-        env: Variables to set.
-        ok: A pattern that the last good line has.
-        also: Patterns that the output must have too.
-        never: A pattern that it must not have.
-        fails: It must end with another exit code than 0.
-        skips: A pattern whose line says why it could not be run.
-        wrap: Put before ``python``.
-        plain: Without ``mpirun``.
-    """
-
-    name: str
-    ranks: int
-    argv: tuple[str, ...]
-    limit_s: float
-    gpus: int = 0
-    env: Environment = ()
-    ok: str = r"\b[A-Z]+: ok\b"
-    also: tuple[str, ...] = ()
-    never: str = ""
-    fails: bool = False
-    skips: str = r"\b[A-Z]+: skipped\b"
-    wrap: tuple[str, ...] = ()
-    plain: bool = False
-
-    @property
-    def title(self) -> str:
-        """For people and for ``--match``: ``barrier R2``."""
-        return f"{self.name} R{self.ranks}"
-
-    @property
-    def part(self) -> str:
-        """Name of its part."""
-        return self.name.split()[0]
-
-    def shared(self, gpus: int) -> bool:
-        """Whether ranks share GPUs where there are ``gpus``."""
-        return self.ranks > min(self.gpus or gpus, gpus)
-
-    def judge(self, code: int | None, output: str, limit_s: float) -> tuple[str, str]:
-        """``ok``, ``skipped`` or ``FAILED``, and the line that says it; ``code`` None: killed."""
-        if code is None:
-            return "FAILED", f"killed at its limit of {limit_s:.0f} s"
-        skipped = _last_line(self.skips, output) if self.skips else ""
-        if skipped:
-            return "skipped", skipped
-        if self.fails != (code != 0):
-            return "FAILED", f"exit code {code}; {_last_error(output)}"
-        missing = [pattern for pattern in self.also if not re.search(pattern, output)]
-        if missing:
-            return "FAILED", f"no {missing[0]!r} in the output"
-        if self.never and re.search(self.never, output):
-            return "FAILED", _last_line(self.never, output)
-        line = _last_line(self.ok, output)
-        if line:
-            return "ok", line
-        return "FAILED", f"no {self.ok!r} in the output"
+def few_blocks(ranks: int) -> int:
+    """Blocks of an operation that leave room for other jobs."""
+    return 10 if ranks > 4 else 16
 
 
-def _last_line(pattern: str, output: str) -> str:
-    for line in reversed(output.splitlines()):
-        found = re.search(pattern, line)
-        if found:
-            return re.sub(r"\s+", " ", line[found.start() :]).strip()[:200]
-    return ""
+def beside(job: Job, seconds: float, gib: float, *, word: str = "work") -> Job:
+    """A job that may run beside others. A process has one operation on a GPU at a time, however
+    many Buffers it has (``engines/gpu/order.py``)."""
+    sms = few_blocks(job.ranks)
+    return replace(job, seconds=seconds, beside=word, sms=sms, blocks=sms, gib=gib)
 
 
-def _last_error(output: str) -> str:
-    return _last_line(r"\b\w*(Error|Exception|WRONG)\b.*", output) or "see the log"
-
-
-def worker(name: str, *options: object) -> tuple[str, ...]:
-    """``argv`` of a worker."""
-    return (f"{WORKERS}/worker_{name}.py", *map(str, options))
+def beside_as_it_is(job: Job, seconds: float, gib: float = 2.0) -> Job:
+    """The same, of a job that cannot be told how many blocks to take."""
+    return replace(job, seconds=seconds, beside="work", blocks=DEFAULT_BLOCKS, gib=gib)
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -125,23 +42,27 @@ def compile_all(plan: Plan) -> list[Job]:
     """All kernels that the other parts will need, on all cores: nobody waits for them later."""
     ranks = ",".join(map(str, plan.all_ranks(*((1, 2, 4) if plan.quick else (1, 2, 3, 4, 8)))))
     options = ["--ranks", ranks, *(["--quick"] if plan.quick else [])]
-    return [Job("compile", 1, worker("compile", *options), 300, plain=True)]
+    return [Job("compile", 1, worker("compile", *options), 300, plain=True, seconds=25)]
 
 
 def table(plan: Plan) -> list[Job]:
     """The table of cases, on both paths, with both kinds of loads."""
-    small = plan.quick or plan.turns
-    options = ["--small"] if small else []
-    kinds = [("bulk", "coherent"), ("ldst", "nc"), ("bulk", "nc"), ("ldst", "coherent")]
-    places = [(ranks, 0) for ranks in plan.all_ranks(1, 2, 3, 4, 8)]
-    places += [(ranks, 1) for ranks in (2, 4) if plan.gpus > 1]
     jobs = []
-    for path, loads in kinds[: 2 if plan.quick else 4]:
-        environment = (("DEEPEP_CUPY_PATH", path), ("DEEPEP_CUPY_LOADS", loads))
-        for ranks, gpus in places:
-            name = f"table {path} {loads}{' one GPU' if gpus else ''}"
-            argv = worker("table", *options)
-            jobs.append(Job(name, ranks, argv, 120 if small else 400, gpus, environment))
+
+    def add(name: str, ranks: int, options: list[object], gpus: int, cost: tuple[float, float]):
+        limit = 120 if "--small" in options else 300
+        jobs.append(beside(Job(name, ranks, worker("table", *options), limit, gpus), *cost))
+
+    small = ["--kinds", KINDS, "--small"]
+    for ranks in plan.all_ranks(1, 2, 3, 4, 8):
+        if plan.quick or plan.turns or ranks > 2:
+            add("table", ranks, [*small], 0, (20, 7))
+        else:
+            add("table", ranks, ["--kinds", KINDS], 0, (50, 25))
+        if ranks > 2 and not plan.quick and not plan.turns:
+            add("table full", ranks, ["--kinds", "bulk-nc"], 0, (25, 9))
+    for ranks in (1, 2, 4) if plan.gpus > 1 else ():
+        add("table one GPU", ranks, [*small], 1, (15, 7))
     return jobs
 
 
@@ -155,20 +76,19 @@ def barrier(plan: Plan) -> list[Job]:
         Job("barrier", ranks, worker("barrier", *options), 180)
         for ranks in plan.all_ranks(1, 2, 3, 4, 8)
     ]
-    if plan.gpus > 1:
-        jobs.append(Job("barrier one GPU", 2, worker("barrier", *options), 180, gpus=1))
-    return jobs
+    for ranks in (2, 4) if plan.gpus > 1 else ():
+        jobs.append(Job("barrier one GPU", ranks, worker("barrier", *options), 180, gpus=1))
+    return [replace(job, seconds=8 + 0.5 * job.ranks) for job in jobs]
 
 
 def failures(plan: Plan) -> list[Job]:
     """Late, stopped, refusing, raising and dead ranks."""
-    options = ["--timeout", "2"]
-    if plan.turns:
-        options = ["--timeout", "10", "--slack", "3"]
-    jobs = [
-        Job("failures", ranks, worker("failures", *options), 300)
-        for ranks in ((2,) if plan.turns else (2, 4) if plan.quick else (2, 4, 8))
-    ]
+    options = ["--timeout", "10", "--slack", "3"] if plan.turns else ["--timeout", "2"]
+    jobs = [Job("failures", 2, worker("failures", *options), 300, seconds=30)]
+    for ranks in () if plan.turns else (4,) if plan.quick else (4, 8):
+        patient = worker("failures", *options, "--slack", "2")
+        job = Job("failures", ranks, patient, 300)
+        jobs.append(beside(job, 33 + ranks, 1.5, word="sleepers"))
     if plan.gpus < 2:
         return jobs
     saw = r"SAW rank 0: PeerAbortedError after .* rank 1 aborted \("
@@ -183,7 +103,7 @@ def failures(plan: Plan) -> list[Job]:
 def _ending(name: str, also: tuple[str, ...]) -> Job:
     """A scenario that ends the program badly; never under MPS."""
     return Job(
-        f"failures {name}", 2, worker("failures", "--timeout", "20", name), 90,
+        f"failures {name}", 2, worker("failures", "--timeout", "20", name), 90, seconds=2.5,
         ok=r"SAW rank 0.*|== killed\b", also=also, never="TOO LATE|did not fault", fails=True,
     )  # fmt: skip
 
@@ -193,7 +113,7 @@ def speed(plan: Plan) -> list[Job]:
     ranks = min(plan.gpus, 8)
     options = ["--sms", "8,16"] if plan.quick else []
     argv = worker("speed", *options, "--json", f"{{out}}/speed.R{ranks}.json")
-    return [Job("speed", ranks, argv, 240)]
+    return [Job("speed", ranks, argv, 240, seconds=20)]
 
 
 def speed_shared(plan: Plan) -> list[Job]:
@@ -208,51 +128,94 @@ def speed_shared(plan: Plan) -> list[Job]:
     ]  # fmt: skip
 
 
+def flavors(plan: Plan) -> list[Job]:
+    """``bench flavors``: kinds of loads over all numbers of SMs, and whole operations with each."""
+    if plan.gpus < 2:
+        return []
+    argv = ("-m", "deepep_cupy", "bench", "flavors", *(["--quick"] if plan.quick else []))
+    good, wrong = r"whole operations, .*", r"WRONG: .*"
+    argv = (*argv, "--json", "{out}/flavors.json")
+    return [Job("flavors", 2, argv, 240, ok=good, never=wrong, seconds=60)]
+
+
 def cases(plan: Plan) -> list[Job]:
     """Inputs that broke others; large offsets; a Buffer nobody closes; compile caches."""
     slow = ["--timeout", "100"] if plan.turns else []
     ranks = min(2, plan.gpus) if plan.turns else 2
     names = ("uneven_and_empty", "handles_in_reverse", "refusals") if plan.turns else ()
     limit = 300
-    jobs = [Job("cases", each, worker("cases", *names, *slow), limit) for each in (1, 2, 4)]
+    jobs = [  # a scenario takes all SMs there are: nothing may run beside it
+        Job("cases", each, worker("cases", *names, *slow), limit, seconds=7) for each in (1, 2, 4)
+    ]
     tokens = ["--big", "65536"] if plan.quick else []
-    jobs.append(Job("cases big", ranks, worker("cases", "big", *tokens, *slow), limit))
-    jobs.append(Job("cases no_close", 2, worker("cases", "no_close", *slow), 150))
+    big = Job("cases big", ranks, worker("cases", "big", *tokens, *slow), limit)
+    jobs.append(beside(big, 30, 14))
+    jobs.append(beside(Job("cases no_close", 2, worker("cases", "no_close", *slow), 150), 3, 1.5))
     for name, folder in (("cold cache", "{new}"), ("no cache", "/dev/null/cache")):
         environment = (("DEEPEP_CUPY_CACHE_DIR", folder),)
         argv = worker("cases", "one_trip", *slow)
-        jobs.append(Job(f"cases {name}", 8, argv, limit, env=environment))
+        jobs.append(beside(Job(f"cases {name}", 8, argv, limit, env=environment), 5, 1.5))
     return jobs
 
 
 def soak(plan: Plan) -> list[Job]:
-    """Random calls."""
+    """Random calls: plain ones of large rows, and all modes, with graphs among them."""
     calls = 20 if plan.turns else 500 if plan.quick else 5000
     slow = ["--timeout", "100"] if plan.turns else []
-    argv = worker("soak", "--seconds", 240, *slow)
-    jobs = [Job("soak", 2, (*argv, "--calls", str(calls)), 330)]
-    return [*jobs, Job("soak", 4, (*argv, "--calls", str(max(20, calls // 5))), 330)]
+    argv = worker("soak", "--seconds", 200, *slow)
+    plain = min(calls, 1000)
+    jobs = [
+        beside(Job("soak", 2, (*argv, "--calls", str(plain)), 330), 40, 3),
+        beside(Job("soak", 4, (*argv, "--calls", str(max(20, plain // 5))), 330), 8, 4),
+    ]
+    for ranks, number in ((2, calls), (4, max(20, calls // 4))):
+        argv = worker("soak_modes", "--seconds", 150, "--calls", number, *slow)
+        job = Job("soak modes", ranks, argv, 240)
+        jobs.append(beside(job, 90 if ranks == 2 else 45, 3))
+    return jobs
 
 
 def litmus(plan: Plan) -> list[Job]:
     """What loads see of what was just written."""
     argv = worker("litmus", *(["--rounds", 50] if plan.quick else []))
-    return [Job("litmus", ranks, argv, 150) for ranks in sorted({1, min(plan.gpus, 2)})]
+    every = sorted({1, min(plan.gpus, 2)})
+    return [Job("litmus", ranks, argv, 150, seconds=30) for ranks in every]
 
 
-def modes(_: Plan) -> list[Job]:
+def modes(plan: Plan) -> list[Job]:
     """Every mode beyond the plain ones, and graphs, streams and threads."""
-    return [Job("modes", 2, worker("modes"), 300), Job("modes", 4, worker("modes"), 300)]
+    jobs = []
+    few = plan.quick or plan.turns
+    kinds = ["--kinds", "bulk-nc" if few else KINDS]
+    for ranks in (2, 4) if few else plan.all_ranks(2, 3, 4, 8):
+        options = [*kinds, *(["--small"] if few else [])]
+        argv = worker("modes", "--modes", "table", *options)
+        jobs.append(beside(Job("modes table", ranks, argv, 240), 30 + 3 * ranks, 14))
+        argv = worker("modes", "--modes", MODES_REST, *kinds)
+        job = Job("modes rest", ranks, argv, 240)
+        jobs.append(beside(job, 25 + 3 * ranks, 4))
+    return jobs
 
 
-def expand(_: Plan) -> list[Job]:
-    """The cast to FP8 and the grouped-GEMM layout."""
-    return [Job("expand", 2, worker("expand"), 300), Job("expand", 4, worker("expand"), 300)]
+MODES_REST = "refused,graphs,buffers,streams,threads"
+
+
+def expand(plan: Plan) -> list[Job]:
+    """The cast to FP8 and the grouped-GEMM layout: right, and how fast."""
+    jobs = [Job("expand speed", 2, worker("expand", "speed"), 120, seconds=8)]
+    few = plan.quick or plan.turns
+    kinds = ["--kinds", "bulk-nc" if few else KINDS]
+    for ranks in (2, 4) if few else plan.all_ranks(2, 3, 4, 8):
+        options = ["--pool-mib", 2048, *kinds]
+        argv = worker("expand", "cases", "refused", "graphs", *options)
+        jobs.append(beside(Job("expand", ranks, argv, 240), 20 + 4 * ranks, 9))
+    return jobs
 
 
 def rawmodule(_: Plan) -> list[Job]:
     """The kernels' public text and PTX in plain CuPy."""
-    return [Job("rawmodule", ranks, worker("rawmodule", "--timeout", 100), 300) for ranks in (1, 2)]
+    argv = worker("rawmodule", "--timeout", 100)
+    return [beside_as_it_is(Job("rawmodule", ranks, argv, 300), 17) for ranks in (1, 2)]
 
 
 def devices(plan: Plan) -> list[Job]:
@@ -260,7 +223,7 @@ def devices(plan: Plan) -> list[Job]:
     modes = ("one", "all", "turned", "given") if plan.gpus > 1 else ("one",)
     every = (2,) if plan.turns or plan.quick else (2, 4)
     return [
-        Job(f"devices {mode}", ranks, worker("devices", mode, "--timeout", 60), 90)
+        beside(Job(f"devices {mode}", ranks, worker("devices", mode, "--timeout", 60), 90), 3, 1.5)
         for ranks in every
         for mode in modes
     ]
@@ -268,7 +231,7 @@ def devices(plan: Plan) -> list[Job]:
 
 def interop(_: Plan) -> list[Job]:
     """Arrays of other libraries."""
-    return [Job("interop", 2, worker("interop", "--timeout", 60), 180)]
+    return [beside(Job("interop", 2, worker("interop", "--timeout", 60), 180), 6, 3)]
 
 
 def pool(plan: Plan) -> list[Job]:
@@ -276,13 +239,17 @@ def pool(plan: Plan) -> list[Job]:
     every = (1,) if plan.turns else (1, 2, 4)
     steps = {1: 20_000 if plan.quick else 100_000, 2: 10_000, 4: 5000}
     good = r"all parts passed"
-    return [Job("pool", n, worker("pool", "--steps", steps[n]), 280, ok=good) for n in every]
+    return [
+        beside_as_it_is(Job("pool", n, worker("pool", "--steps", steps[n]), 280, ok=good), 25 / n)
+        for n in every
+    ]
 
 
 def ptx_barrier(plan: Plan) -> list[Job]:
     """The hand-written barrier beside the compiled one, word for word."""
     every = (2,) if plan.turns or plan.quick else (1, 2, 3, 4, 8)
-    return [Job("ptx_barrier", ranks, worker("ptx_barrier"), 240) for ranks in every]
+    jobs = [Job("ptx_barrier", ranks, worker("ptx_barrier"), 240) for ranks in every]
+    return [replace(beside(job, 15, 1, word="sleepers"), sms=2, blocks=2) for job in jobs]
 
 
 def sanitizer(_: Plan) -> list[Job]:
@@ -300,7 +267,7 @@ def sanitizer(_: Plan) -> list[Job]:
                         also=(r"(ERROR|RACECHECK) SUMMARY: 0 ",),
                         never=r"(ERROR|RACECHECK) SUMMARY: [1-9].*",
                         skips=r"(Device not supported|LibraryNotLoaded|failed to initialize).*",
-                        wrap=("compute-sanitizer", "--tool", tool, *options),
+                        wrap=("compute-sanitizer", "--tool", tool, *options), seconds=2.6,
                     )
                 )  # fmt: skip
     return jobs
@@ -308,21 +275,23 @@ def sanitizer(_: Plan) -> list[Job]:
 
 def examples(_: Plan) -> list[Job]:
     """All examples, on GPUs; and the one that needs none."""
-    names = ("01_hello_roundtrip", "02_moe_layer", "03_train_digits", "04_particles")
+    names = ("01_hello_roundtrip", "02_moe_layer", "03_train_digits", "04_particles", "06_overlap")
     engine, good = (r"engine: cuda",), r"\bOK: .*"
     jobs = [
         Job(f"examples {name}", 2, (f"examples/{name}.py",), 120, ok=good, also=engine)
         for name in names
     ]
     path = ("examples/05_read_the_ptx.py",)
-    return [*jobs, Job("examples 05_read_the_ptx", 1, path, 120, ok=good, plain=True)]
+    jobs.append(Job("examples 05_read_the_ptx", 1, path, 120, ok=good, plain=True))
+    return [beside_as_it_is(job, 8) for job in jobs]
 
 
 def check(plan: Plan) -> list[Job]:
     """The command ``check``."""
     argv = ("-m", "deepep_cupy", "check", "--engine", "cuda", "--size", "small")
     every = (2,) if plan.turns else (1, 2)
-    return [Job("check", n, argv, 280, ok=r"\bOK: .*", also=(r"\bcuda\b",)) for n in every]
+    right = {"ok": r"\bOK: .*", "also": (r"\bcuda\b",)}
+    return [beside_as_it_is(Job("check", n, argv, 280, **right), 11) for n in every]
 
 
 PARTS: dict[str, Callable[[Plan], list[Job]]] = {
@@ -334,6 +303,7 @@ PARTS: dict[str, Callable[[Plan], list[Job]]] = {
     "failures": failures,
     "speed": speed,
     "speed_shared": speed_shared,
+    "flavors": flavors,
     "litmus": litmus,
     "modes": modes,
     "expand": expand,
@@ -351,23 +321,13 @@ PARTS: dict[str, Callable[[Plan], list[Job]]] = {
 DEFAULT = tuple(name for name in PARTS if name != "speed_shared")
 
 
-def select(
-    plan: Plan,
-    parts: Iterable[str],
-    ranks: Sequence[int] | None,
-    match: str,
-    *,
-    gpus: int,
-    shared: bool,
-) -> list[Job]:
-    """The jobs asked for, of those whose ranks share GPUs, or of those whose ranks do not."""
+def select(plan: Plan, parts: Iterable[str], ranks: Sequence[int] | None, match: str) -> list[Job]:
+    """The jobs asked for."""
     chosen = set(parts)
     return [
         job
         for name, jobs_of in PARTS.items()
         if name in chosen
         for job in jobs_of(plan)
-        if job.shared(gpus) == shared
-        and (ranks is None or job.ranks in ranks)
-        and re.search(match, job.title)
+        if (ranks is None or job.ranks in ranks) and re.search(match, job.title)
     ]

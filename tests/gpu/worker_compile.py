@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 ROW_BYTES = 14336
-"""Longest row of ``Worker.buffer()`` and of the speed test."""
+"""Longest row of most Buffers of the workers, of which none has a shorter one."""
 LONG_ROW_BYTES = 32768
 """Of ``worker_cases.py``, where it tries all sizes."""
 
@@ -45,6 +45,7 @@ def main() -> None:
         import cupy
 
         arch = int(cupy.cuda.Device(0).compute_capability)
+    from deepep_cupy.kernels.build import shape_constants
     from deepep_cupy.kernels.registry import KERNELS
     from deepep_cupy.testing.data import cases
 
@@ -52,11 +53,15 @@ def main() -> None:
     tasks = []
     for ranks in (int(number) for number in options.ranks.split(",")):
         longest = max(case.row_bytes for case in cases(ranks, small=options.quick))
-        shapes = [(ROW_BYTES, "coherent"), (longest, "coherent"), (longest, "nc")]
-        shapes += [] if options.quick else [(LONG_ROW_BYTES, "coherent")]
+        shapes = {  # what a longer row does not change is compiled once
+            tuple(shape_constants(arch, num_ranks=ranks, max_row_bytes=row, loads=loads).items()):
+            (row, loads)
+            for row in (ROW_BYTES, max(ROW_BYTES, longest), LONG_ROW_BYTES)
+            for loads in ("coherent", "nc")
+        }  # fmt: skip
         tasks += [
             (kernel.name, ranks, row_bytes, loads, arch)
-            for row_bytes, loads in dict.fromkeys(shapes)
+            for row_bytes, loads in shapes.values()
             for kernel in KERNELS
             if kernel.min_arch <= arch
         ]

@@ -1,6 +1,6 @@
 """The cast to FP8 and the grouped-GEMM layout on GPUs: right to the last bit, and how fast.
 
-mpirun -n 2 python tests/gpu/worker_expand.py [cases|refused|graphs|speed ...]
+mpirun -n 2 python tests/gpu/worker_expand.py [cases|refused|graphs|speed ...] [--kinds ...]
 
 ``speed`` times cached calls, so that the host waits for nothing, and gives the local kernels the
 difference to the plain call: bytes they read and write, over that time.
@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from common import Worker, settle
+from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be, settle
 
+from deepep_cupy import env
 from deepep_cupy.testing.cases import Case
 from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal, to_host
-from deepep_cupy.testing.data import expected
+from deepep_cupy.testing.data import Part, expected
 from deepep_cupy.testing.trip import Trip
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -86,34 +88,52 @@ def cases(worker: Worker) -> str:
     """All of them, twice on one Buffer for each number of experts."""
     chosen = [*expanded_cases(worker.size), *cast_cases(worker.size)]
     chosen.sort(key=lambda case: case.num_experts or 0)
+    kinds = kinds_of(worker)
     for experts, group in itertools.groupby(chosen, key=lambda case: case.num_experts):
         some = list(group)
-        with worker.buffer(
-            num_max_tokens_per_rank=max(case.num_max_tokens for case in some),
-            hidden=max(case.row_bytes for case in some),
-            num_topk=max(case.num_topk for case in some),
-            num_experts=experts,
-            pool_bytes=worker.options.pool_mib << 20,
-        ) as buffer:
+        with ExitStack() as stack:
+            buffers = []
+            for kind, variables in kinds.items():
+                with env.setting(**variables):
+                    buffers.append(stack.enter_context(buffer_for(worker, chosen, experts)))
+                must_be(buffers[-1], kind)
             for case in some:
                 part = expected(case, 5).part(worker.rank)
-                for _ in range(2):
-                    trip = Trip(buffer, case, part, worker.up)
-                    got = trip.dispatch()
-                    trip.compare_dispatch(got)
-                    if part.combined is not None:
-                        back = trip.combine(got.handle)
-                        worker.synchronize()
-                        buffer.check()
-                        trip.compare_combine(back)
-    return f"{len(chosen)} cases"
+                for buffer in buffers:
+                    twice(worker, buffer, case, part)
+    return f"{len(chosen)} cases" + f" of {len(kinds)} kinds" * (len(kinds) > 1)
+
+
+def buffer_for(worker: Worker, chosen: list[Case], experts: int | None) -> Any:
+    """A Buffer for those with this number of experts; for rows of all, so that kernels are alike"""
+    some = [case for case in chosen if case.num_experts == experts]
+    return worker.buffer(
+        num_max_tokens_per_rank=max(case.num_max_tokens for case in some),
+        hidden=max(ROW_BYTES, *(case.row_bytes for case in chosen)),
+        num_topk=max(case.num_topk for case in some),
+        num_experts=experts,
+        pool_bytes=worker.options.pool_mib << 20,
+    )
+
+
+def twice(worker: Worker, buffer: Any, case: Case, part: Part) -> None:
+    """There and back, two times."""
+    for _ in range(2):
+        trip = Trip(buffer, case, part, worker.up)
+        got = trip.dispatch()
+        trip.compare_dispatch(got)
+        if part.combined is not None:
+            back = trip.combine(got.handle)
+            worker.synchronize()
+            buffer.check()
+            trip.compare_combine(back)
 
 
 def sizes(worker: Worker) -> dict[str, Any]:
     """Of a Buffer for the scenarios below."""
     return {
         "num_max_tokens_per_rank": 64,
-        "hidden": 4096,
+        "hidden": ROW_BYTES,
         "num_topk": 4,
         "num_experts": 4 * worker.size,
         "pool_bytes": worker.options.pool_mib << 20,
@@ -283,13 +303,21 @@ def main() -> None:
         parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(known))
         parser.add_argument("--tokens", type=int, default=2048, help="of speed")
         parser.add_argument("--pool-mib", type=int, default=6144)
+        add_kinds(parser)
 
     worker = Worker("EXPAND", __doc__, arguments)
     said = []
     for name in worker.options.scenarios or known:
-        said.append(f"{name}: {known[name](worker)}")
+        if name in ("cases", "speed"):
+            said.append(f"{name}: {known[name](worker)}")
+        else:
+            for kind, variables in kinds_of(worker).items():
+                with env.setting(**variables):
+                    result = known[name](worker)
+                worker.say(f"  {kind} {name}: {result}")
+            said.append(f"{name}: {result}")
         worker.say(said[-1])
-    worker.done(*said)
+    worker.done(*filter(None, [worker.options.kinds]), *said)
 
 
 if __name__ == "__main__":

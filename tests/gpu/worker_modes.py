@@ -1,9 +1,9 @@
 """Every mode on GPUs, bit by bit against the reference; graphs, streams, Buffers and threads.
 
-mpirun -n 2 python tests/gpu/worker_modes.py [--modes table,graphs,...] [--seconds N]
+mpirun -n 2 python tests/gpu/worker_modes.py [--modes table,graphs,...] [--seconds N] [--kinds ...]
 
 ``table`` runs the cases of ``testing.mode_cases`` until they are done or the time is up, and says
-how many it did; the other parts are short.
+how many it did; the other parts are short. All are done with every kind of Buffer asked for.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-from common import Worker, settle, small_case
+from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be, settle, small_case
 
-from deepep_cupy import ContractError, StateError, reference
+from deepep_cupy import ContractError, StateError, env, reference
 from deepep_cupy.testing.compare import assert_equal_or_nan, to_host
-from deepep_cupy.testing.data import Case, expected, mode_cases
+from deepep_cupy.testing.data import Case, Part, expected, mode_cases
 from deepep_cupy.testing.trip import Trip
 
 PARTS = ("table", "refused", "graphs", "buffers", "streams", "threads")
@@ -34,6 +35,7 @@ def main() -> None:
         parser.add_argument("--modes", default=",".join(PARTS), help="parts, by commas")
         parser.add_argument("--seconds", type=float, default=150.0, help="most for the table")
         parser.add_argument("--small", action="store_true", help="the small table")
+        add_kinds(parser)
 
     worker = Worker("MODES", __doc__, options)
     said = []
@@ -41,10 +43,17 @@ def main() -> None:
         if name not in PARTS:
             raise SystemExit(f"no part {name!r}; there are {', '.join(PARTS)}")
         start = time.monotonic()
-        said.append(f"{name} {globals()[name](worker)}")
+        if name == "table":
+            said.append(f"table {table(worker)}")
+        else:
+            for kind, variables in kinds_of(worker).items():
+                with env.setting(**variables):
+                    result = globals()[name](worker)
+                worker.say(f"  {kind} {name} {result}")
+            said.append(f"{name} {result}")
         worker.meet()
         worker.say(f"{time.monotonic() - start:7.2f} s {said[-1]}")
-    worker.done(*said)
+    worker.done(*filter(None, [worker.options.kinds]), *said)
 
 
 def up_of(worker: Worker) -> Any:
@@ -63,9 +72,12 @@ def trip_of(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> Trip:
     return Trip(buffer, case, expected(case, seed).part(worker.rank), up_of(worker))
 
 
-def there_and_back(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> None:
-    """Dispatch, and combine where that can be done."""
-    trip = trip_of(worker, buffer, case, seed)
+def there_and_back(
+    worker: Worker, buffer: Any, case: Case, seed: int = 0, part: Part | None = None
+) -> None:
+    """Dispatch, and combine where that can be done. ``part``: what is expected, if it is known."""
+    part = expected(case, seed).part(worker.rank) if part is None else part
+    trip = Trip(buffer, case, part, up_of(worker))
     got = trip.dispatch()
     worker.synchronize()
     buffer.check()
@@ -79,10 +91,11 @@ def there_and_back(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> No
 
 
 def buffer_for(worker: Worker, cases: list[Case], experts: int | None) -> Any:
-    """One Buffer for cases with the same number of experts."""
+    """One Buffer for those of the cases with this number of experts; its rows are as long as any
+    case's, so that few kernels are compiled."""
     return worker.buffer(
-        num_max_tokens_per_rank=max(case.num_max_tokens for case in cases),
-        hidden=max(case.row_bytes for case in cases),
+        num_max_tokens_per_rank=max(c.num_max_tokens for c in cases if c.num_experts == experts),
+        hidden=max(ROW_BYTES, *(case.row_bytes for case in cases)),
         num_topk=32 if experts else 0,
         num_experts=experts,
         pool_bytes=POOL_BYTES if worker.gpu else None,
@@ -96,22 +109,33 @@ def table(worker: Worker) -> str:
     """The cases of all modes, free memory full of ones before each."""
     chosen = mode_cases(worker.size, small=worker.options.small)
     chosen = sorted(chosen, key=lambda case: case.num_experts or 0)
+    kinds = kinds_of(worker)
     end, done = time.monotonic() + worker.options.seconds, 0
     for experts, group in groupby(chosen, key=lambda case: case.num_experts):
         cases = list(group)
         if not worker.comm.bcast(time.monotonic() < end):
             break
-        with buffer_for(worker, cases, experts) as buffer:
+        with ExitStack() as stack:
+            buffers = {}
+            for kind, variables in kinds.items():
+                with env.setting(**variables):
+                    buffers[kind] = stack.enter_context(buffer_for(worker, chosen, experts))
+                must_be(buffers[kind], kind)
             for case in cases:
                 if not worker.comm.bcast(time.monotonic() < end):
                     break
-                poison(worker, buffer)
-                try:
-                    there_and_back(worker, buffer, case, seed=done)
-                except AssertionError as error:
-                    raise AssertionError(f"{case.id} on rank {worker.rank}: {error}") from error
+                part = expected(case, done).part(worker.rank)
+                for kind, buffer in buffers.items():
+                    poison(worker, buffer)
+                    try:
+                        there_and_back(worker, buffer, case, part=part)
+                    except AssertionError as error:
+                        where = f"{case.id} on rank {worker.rank} {kind}"
+                        raise AssertionError(f"{where}: {error}") from error
                 done += 1
-    return f"{done} of {len(chosen)} cases"
+    if done < len(chosen):
+        worker.say("  the time was up before the table was done")
+    return f"{done} of {len(chosen)} cases" + f" of {len(kinds)} kinds" * (len(kinds) > 1)
 
 
 def poison(worker: Worker, buffer: Any) -> None:

@@ -1,109 +1,126 @@
 """Every case of the table on GPUs, bit by bit against the reference.
 
-mpirun -n 2 python tests/gpu/worker_table.py [--seed N] [--small]
+mpirun -n 2 python tests/gpu/worker_table.py [--seed N] [--small] [--kinds bulk-nc,ldst-coherent]
 
-DEEPEP_CUPY_PATH and DEEPEP_CUPY_LOADS choose the kernels. Cases with the same number of experts
-share a Buffer, so that its pool is used again and again. Before every case all free memory, the
-pool's and CuPy's, is filled with ones: NaN in every float type, and no legal index.
+Cases with the same number of experts share a Buffer of each kind, so that its pool is used again
+and again. Before every case all free memory, the pool's and CuPy's, is filled with ones: NaN in
+every float type, and no legal index.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
-import cupy
 import numpy as np
-from mpi4py import MPI
+from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be
 
-from deepep_cupy import Buffer
-from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal
+from deepep_cupy import env
+from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal, to_host
 from deepep_cupy.testing.data import Case, Expected, cases, expected
-
-POOL_BYTES = 5 << 30
-POISON_BYTES = 1 << 30
 
 
 def main() -> None:
     """Run all cases; rank 0 prints one line each and a last line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
-    comm = MPI.COMM_WORLD
-    start = time.monotonic()
-    chosen = sorted(cases(comm.size, small=options.small), key=lambda case: case.num_experts or 0)
-    name = ""
+
+    def options(parser: Any) -> None:
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--small", action="store_true")
+        add_kinds(parser)
+
+    worker = Worker("TABLE", __doc__, options)
+    small, kinds = worker.options.small, kinds_of(worker)
+    chosen = sorted(cases(worker.size, small=small), key=lambda case: case.num_experts or 0)
+    names = []
     for experts, group in itertools.groupby(chosen, key=lambda case: case.num_experts):
-        with Buffer(
-            comm,
-            num_max_tokens_per_rank=max(case.num_max_tokens for case in chosen),
-            hidden=max(case.row_bytes for case in chosen),
-            num_topk=32 if experts else 0,
-            num_experts=experts,
-            dtype="uint8",
-            engine="cuda",
-            pool_bytes=POOL_BYTES,
-            timeout_s=20,
-        ) as buffer:
-            name = f"path {buffer._engine.path}, loads {buffer._engine.loads}"
+        with ExitStack() as stack:
+            buffers = {}
+            for kind, variables in kinds.items():
+                with env.setting(**variables):
+                    buffer = stack.enter_context(buffer_for(worker, chosen, experts))
+                must_be(buffer, kind)
+                buffers[kind] = buffer
+            names = [kind_name(buffer) for buffer in buffers.values()]
             for case in group:
                 begin = time.monotonic()
-                run(buffer, case, expected(case, options.seed))
-                if comm.rank == 0:
-                    print(f"{time.monotonic() - begin:6.3f} s {case.id}", flush=True)
-    if comm.rank == 0:
-        seconds = time.monotonic() - start
-        print(f"TABLE: ok, {len(chosen)} cases on {comm.size} ranks, {name}, {seconds:.1f} s")
+                want = expected(case, worker.options.seed)
+                for kind, buffer in buffers.items():
+                    try:
+                        run(worker, buffer, case, want)
+                    except AssertionError as error:
+                        raise AssertionError(f"{case.id} {kind}: {error}") from error
+                worker.say(f"{time.monotonic() - begin:6.3f} s {case.id}")
+    worker.done(f"{len(chosen)} cases", " and ".join(names))
 
 
-def poison(buffer: Any) -> None:
+def buffer_for(worker: Worker, chosen: list[Case], experts: int | None) -> Any:
+    """A Buffer for all cases."""
+    most = 1 << 30 if worker.options.small else 5 << 30
+    return worker.buffer(
+        num_max_tokens_per_rank=max(case.num_max_tokens for case in chosen),
+        hidden=max(ROW_BYTES, *(case.row_bytes for case in chosen)),
+        num_topk=32 if experts else 0,
+        num_experts=experts,
+        pool_bytes=most if worker.gpu else None,
+    )
+
+
+def kind_name(buffer: Any) -> str:
+    """What kernels a Buffer has."""
+    engine = buffer._engine
+    return f"{engine.path} {engine.loads}" if hasattr(engine, "path") else buffer.engine_name
+
+
+def poison(worker: Worker, buffer: Any) -> None:
     """Fill free memory with ones."""
+    if not worker.gpu:
+        return
+    many = 256 << 20 if worker.options.small else 1 << 30
+    empty = worker.xp.empty
     for array in (
-        buffer.empty((POISON_BYTES,), np.uint8),
-        cupy.empty(POISON_BYTES, np.uint8),
-        *(cupy.empty(1 << size, np.uint8) for size in range(9, 27)),
+        buffer.empty((many,), np.uint8),
+        empty(many, np.uint8),
+        *(empty(1 << size, np.uint8) for size in range(9, 27)),
     ):
         array.fill(255)
 
 
-def upload(array: Any) -> Any:
-    """To the GPU; opaque items as bytes."""
+def upload(worker: Worker, array: Any) -> Any:
+    """To the engine; opaque items as bytes."""
     if array is None:
         return None
-    if array.dtype.kind == "V" and array.dtype.name.startswith("void"):
+    if worker.gpu and array.dtype.kind == "V" and array.dtype.name.startswith("void"):
         array = array.view(np.uint8).reshape(len(array), array.shape[1] * array.itemsize)
-    if array.dtype.name.startswith("float8"):
-        return cupy.asarray(array.view(np.uint8)).view(array.dtype)
-    return cupy.asarray(array)
+    return worker.up(array)
 
 
 def dispatch_is_right(got: Any, want: Any, case: Case, rank: int) -> None:
     """Compare a dispatch, opaque items as what they are."""
-    rows = got.recv_x.view(np.uint8).get().view(got.recv_x.dtype)
+    rows = to_host(got.recv_x.view(np.uint8)).view(got.recv_x.dtype)
     if rows.dtype != case.row_dtype and case.row_dtype.kind == "V":
         rows = rows.view(case.row_dtype)
     assert_dispatch_equal(got._replace(recv_x=rows), want, rank=rank)
 
 
-def run(buffer: Any, case: Case, want: Expected) -> None:
+def run(worker: Worker, buffer: Any, case: Case, want: Expected) -> None:
     """One case, twice: rows for combine outside the pool, then inside it."""
-    rank = buffer.rank
+    rank = worker.rank
     inputs = want.inputs[rank]
     routing: dict[str, Any] = {
-        "topk_idx": upload(inputs.topk_idx),
-        "is_token_in_rank": upload(inputs.mask),
+        "topk_idx": upload(worker, inputs.topk_idx),
+        "is_token_in_rank": upload(worker, inputs.mask),
         "expert_alignment": case.expert_alignment,
     }
-    x, weights = upload(inputs.x), upload(inputs.topk_weights)
-    biases = tuple(upload(bias) for bias in inputs.biases)
-    poison(buffer)
+    x, weights = upload(worker, inputs.x), upload(worker, inputs.topk_weights)
+    biases = tuple(upload(worker, bias) for bias in inputs.biases)
+    poison(worker, buffer)
     if case.cached:
-        made = buffer.dispatch(upload(inputs.first_x), **routing)
-        assert_dispatch_equal(made, want.first[rank], rank=rank)
+        made = buffer.dispatch(upload(worker, inputs.first_x), **routing)
+        first: Any = want.first
+        assert_dispatch_equal(made, first[rank], rank=rank)
         routing = {"handle": made.handle}
     for in_pool in (False, True):
         got = buffer.dispatch(x, topk_weights=weights, own=not in_pool, **routing)
@@ -111,24 +128,16 @@ def run(buffer: Any, case: Case, want: Expected) -> None:
         if not want.rows:
             continue
         rows = want.rows[rank]
-        y, row_weights = upload(rows.y), upload(rows.topk_weights)
+        y, row_weights = upload(worker, rows.y), upload(worker, rows.topk_weights)
         if in_pool:
-            y = copy_into_pool(buffer, y)
+            y = worker.in_pool(buffer, y)
             if row_weights is not None:
-                row_weights = copy_into_pool(buffer, row_weights)
-        poison(buffer)
+                row_weights = worker.in_pool(buffer, row_weights)
+        poison(worker, buffer)
         back = buffer.combine(y, got.handle, topk_weights=row_weights, bias=biases)
-        cupy.cuda.get_current_stream().synchronize()
+        worker.synchronize()
         buffer.check()
         assert_combine_equal(back, want.combined[rank], rank=rank)
-
-
-def copy_into_pool(buffer: Any, array: Any) -> Any:
-    """The same values in memory the peers can read."""
-    inside = buffer.empty(array.shape, array.dtype)
-    if array.nbytes:
-        cupy.cuda.runtime.memcpy(inside.data.ptr, array.data.ptr, array.nbytes, 3)
-    return inside
 
 
 if __name__ == "__main__":
