@@ -234,7 +234,7 @@ def _saving(one, two, on_gpus):
     if not on_gpus:
         return "nothing is saved: the host engine has no streams"
     word = "saved" if two <= one else "lost"
-    return f"{word} {abs(one - two):,.0f} µs of {one:,.0f}, {100 * abs(1 - two / one):.1f} %"
+    return f"{word} {abs(one - two):,.0f} µs of {one:,.0f} µs ({100 * abs(1 - two / one):.1f} %)"
 
 
 # --------------------------------------------------------------------------------- what is seen
@@ -270,7 +270,7 @@ def draw(path, found):
     mpl.use("Agg")  # no window
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(2, 1, figsize=(10, 5), sharex=True, layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(10, 5.2), sharex=True, layout="constrained")
     longest = max(found.totals.values())
     for axes, (way, pieces) in zip(panels, found.pieces.items(), strict=True):
         for name, (begin, end) in pieces.items():
@@ -292,6 +292,8 @@ def draw(path, found):
     panels[1].set(xlabel=f"µs since all ranks began\n{found.where}", xlim=(0, 1.02 * longest))
     panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[1].xaxis.label.set_fontsize(9)
-    figure.suptitle(f"A mixture-of-experts layer in two micro-batches: {found.saving}")
+    figure.suptitle(
+        f"A mixture-of-experts layer in two micro-batches:\n{found.saving}", fontsize=12
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
