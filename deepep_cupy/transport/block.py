@@ -27,17 +27,22 @@ class Block:
         gone: True once its last array has died.
         retired: True once the pool has taken it back.
         uses: Other streams that work on it.
+        room: Bytes it keeps from others: more than ``nbytes`` while nobody has asked for the tail
+            that ``shrink`` gave back.
+        died: The pool's clock when it was taken back whole.
     """
 
     __slots__ = (
         "born",
         "capture",
+        "died",
         "gone",
         "label",
         "nbytes",
         "offset",
         "quarantined",
         "retired",
+        "room",
         "stream",
         "uses",
     )
@@ -46,7 +51,7 @@ class Block:
         self, offset: int, nbytes: int, stream: Stream, label: str, capture: int, born: int
     ) -> None:
         self.offset = offset
-        self.nbytes = nbytes
+        self.nbytes = self.room = nbytes
         self.stream = stream
         self.label = label
         self.capture = capture
@@ -54,6 +59,7 @@ class Block:
         self.quarantined = False
         self.gone = False
         self.retired = False
+        self.died = 0
         self.uses: dict[Stream, None] = {}
 
     @property

@@ -15,6 +15,8 @@ Life of a block::
 * A free block is reused in stream order. On the stream it was made for that costs nothing; any
   other stream is first made to wait, on the device, for an event recorded behind the work that
   may still touch the block. Memory that needs no wait is preferred.
+* A block of the size and stream of one that was given back takes its place, without a search
+  (``transport/resting.py``). Nothing rests any more where another place is looked for.
 * Under capture only memory is handed out on which the host knows nothing to be pending: no wait
   of today can stand in a graph that runs tomorrow, and no event may be touched meanwhile. What
   was made in a capture is reused in that capture, on the same stream, and by nobody else.
@@ -31,15 +33,14 @@ from __future__ import annotations
 
 import gc
 import threading
-from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepep_cupy.errors import ContractError, StateError
-from deepep_cupy.plan.headers import Refusal, RefusalCode
 from deepep_cupy.transport.block import ALIGNMENT, Block, BlockOwner, round_up
+from deepep_cupy.transport.pool_words import PoolExhaustedError, PoolStatistics, exhausted
 from deepep_cupy.transport.reclaim import MAX_FACTS, EventSource, StreamClock
+from deepep_cupy.transport.resting import Resting
 from deepep_cupy.transport.segments import FreeList, Mark, Segment, Stream
 
 if TYPE_CHECKING:
@@ -55,43 +56,6 @@ __all__ = [
     "PoolStatistics",
     "Stream",
 ]
-
-_MIB = 1 << 20
-
-
-class PoolExhaustedError(ContractError):
-    """No room for a block. Carries a refusal, so that the other ranks raise too."""
-
-
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Where the bytes are, and what was done.
-
-    Attributes:
-        nbytes: Size of the pool.
-        live: Bytes in blocks, the quarantined and the graphs' included.
-        peak: The most ``live`` has been.
-        free: Bytes in no block, no graph and no quarantine.
-        largest_free: The longest free range.
-        quarantined: Bytes withheld until ``release_quarantine``.
-        captured: Bytes that belong to graphs, their free ones included.
-        num_blocks: Live blocks.
-        num_segments: Free ranges the allocator looks at.
-        num_allocs: Blocks handed out so far.
-        num_waits: Device-side waits queued so far to make reuse safe.
-    """
-
-    nbytes: int
-    live: int
-    peak: int
-    free: int
-    largest_free: int
-    quarantined: int
-    captured: int
-    num_blocks: int
-    num_segments: int
-    num_allocs: int
-    num_waits: int
 
 
 class Pool:
@@ -124,8 +88,8 @@ class Pool:
         self._graphs: dict[int, FreeList] = {}
         self._held: list[tuple[int, Segment]] = []
         self._live: dict[int, Block] = {}
-        self._live_offsets: list[int] = []
-        self._live_bytes = self._peak = self._num_allocs = 0
+        self._resting = (Resting(), Resting())  # small, large
+        self._live_bytes = self._peak = self._num_allocs = self._num_again = 0
         self._closed = False
 
     # -- handing out, and giving back ------------------------------------------------------
@@ -146,7 +110,9 @@ class Pool:
         with self._guard:
             capture = self._capture_of(stream)
             self._drain(may_record=not capture)
-            block = self._try(wanted, stream, label, capture)
+            block = self._again(wanted, stream, label, capture)
+            if block is None:
+                block = self._try(wanted, stream, label, capture)
         if block is None and not capture:
             # Arrays in reference cycles hold blocks too. Not under the lock: user finalizers run.
             gc.collect()
@@ -154,7 +120,8 @@ class Pool:
                 self._drain(may_record=True)
                 block = self._try(wanted, stream, label, capture)
         if block is None:
-            raise self._exhausted(nbytes, label, capture)
+            blocks, numbers = self.live(), self.statistics()
+            raise exhausted(self._who, nbytes, label, blocks, numbers, captured=capture != 0)
         return block
 
     def own(self, block: Block, keep: object = None) -> BlockOwner:
@@ -184,18 +151,20 @@ class Pool:
             kept = round_up(nbytes)
             if kept >= block.nbytes:
                 return
-            pending = {stream: self._clock.mark(stream) for stream in block.uses}
-            pending[block.stream] = Mark(block.stream, block.born)
-            tail = Segment(block.offset + kept, block.end, pending)
-            self._live_bytes -= tail.nbytes
+            self._live_bytes -= block.nbytes - kept
             block.nbytes = kept
-            self._home(block.capture).insert(tail)
+            if block.uses or block.capture:
+                users = {stream: self._clock.mark(stream) for stream in block.uses}
+                self._cut(block, self._home(block.capture), users)
+            else:
+                self._resting[block.room >= self._large].loose.add(block)
 
     # -- what else can become of a block ---------------------------------------------------
 
     def quarantine(self, block: Block) -> None:
         """Withhold the bytes of ``block`` until ``release_quarantine``, whoever has them now."""
         with self._guard:
+            self._wake()
             if not block.retired:
                 block.quarantined = True
                 return
@@ -226,6 +195,7 @@ class Pool:
         """
         with self._guard:
             self._drain(may_record=False)
+            self._wake()
             for block in self._live.values():
                 if block.capture and capture in (0, block.capture):
                     block.capture = 0
@@ -259,20 +229,24 @@ class Pool:
     def block_at(self, offset: int) -> Block | None:
         """The live block that holds the byte at ``offset``."""
         with self._guard:
-            at = bisect_right(self._live_offsets, offset) - 1
-            block = self._live[self._live_offsets[at]] if at >= 0 else None
-            return block if block is not None and offset < block.end else None
+            block = self._live.get(offset)
+            if block is not None:
+                return block
+            holders = (each for each in self._live.values() if each.offset < offset < each.end)
+            return next(holders, None)
 
     def live(self) -> tuple[Block, ...]:
         """All live blocks in address order; those whose arrays died are swept out first."""
         with self._guard:
             self._drain(may_record=False)
-            return tuple(self._live[offset] for offset in self._live_offsets)
+            self._wake()
+            return tuple(self._live[offset] for offset in sorted(self._live))
 
     def statistics(self) -> PoolStatistics:
         """Where the bytes are."""
         with self._guard:
             self._drain(may_record=False)
+            self._wake()
             blocks = self._live.values()
             return PoolStatistics(
                 nbytes=self._nbytes,
@@ -287,6 +261,7 @@ class Pool:
                 num_blocks=len(self._live),
                 num_segments=len(self._free),
                 num_allocs=self._num_allocs,
+                num_again=self._num_again,
                 num_waits=self._clock.num_waits,
             )
 
@@ -303,12 +278,27 @@ class Pool:
             )
         return capture
 
+    def _again(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
+        """In the place of the last one of its kind."""
+        if capture:
+            return None
+        former = self._resting[nbytes >= self._large].take(nbytes, stream)
+        if former is None:
+            return None
+        self._num_again += 1
+        return self._made(former.offset, nbytes, stream, label)
+
     def _try(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
+        """Where there is room."""
         home = self._free
         if capture:
+            self._wake()
             home, offset = self._find_captured(nbytes, stream, capture)
         else:
+            self._wake_kind(nbytes >= self._large)
             offset = self._find(nbytes, stream)
+            if offset is None and self._wake_kind(nbytes < self._large):
+                offset = self._find(nbytes, stream)
         if offset is None:
             return None
         pending = home.take(offset, nbytes)
@@ -318,9 +308,12 @@ class Pool:
             except BaseException:
                 home.insert(Segment(offset, offset + nbytes, dict(pending)))
                 raise
-        block = Block(offset, nbytes, stream, label, capture, self._clock.tick)
-        self._live[offset] = block
-        insort(self._live_offsets, offset)
+        return self._made(offset, nbytes, stream, label, capture)
+
+    def _made(
+        self, offset: int, nbytes: int, stream: Stream, label: str, capture: int = 0
+    ) -> Block:
+        block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
         self._num_allocs += 1
         self._live_bytes += nbytes
         if self._live_bytes > self._peak:
@@ -363,10 +356,15 @@ class Pool:
             if block.retired:
                 continue
             block.gone = True
-            if not block.quarantined:
+            if block.quarantined:
+                continue
+            if block.uses or block.capture:
                 self._retire(block)
-                if block.uses and not block.capture:
+                if not block.capture:
                     foreign.update((stream, self._clock.mark(stream)) for stream in block.uses)
+            else:
+                self._forget(block)
+                self._resting[block.room >= self._large].put(block, self._clock.tick)
         if may_record:
             # Another stream than the block's own will be waited for sooner or later; an event
             # recorded now leaves out the work that it is given next.
@@ -374,16 +372,47 @@ class Pool:
             if len(self._free) > self._compact_at:
                 self._compact()
 
-    def _retire(self, block: Block) -> None:
+    def _forget(self, block: Block) -> None:
         block.retired = True
         del self._live[block.offset]
-        del self._live_offsets[bisect_left(self._live_offsets, block.offset)]
         self._live_bytes -= block.nbytes
+
+    def _retire(self, block: Block) -> None:
+        self._forget(block)
+        self._resting[block.room >= self._large].loose.discard(block)
+        self._cut(block, self._free)
         mark = self._clock.mark
         pending = {block.stream: mark(block.stream)}
         for stream in block.uses:
             pending[stream] = mark(stream)
         self._home(block.capture).insert(Segment(block.offset, block.end, pending))
+
+    def _cut(self, block: Block, home: FreeList, users: dict[Stream, Mark] | None = None) -> None:
+        """Make free what ``block`` keeps behind its end. ``users``: the other streams that worked
+        on the block before it was shrunk."""
+        if block.room > block.nbytes:
+            pending = {**(users or {}), block.stream: Mark(block.stream, block.born)}
+            home.insert(Segment(block.end, block.offset + block.room, pending))
+            block.room = block.nbytes
+
+    def _wake_kind(self, large: bool) -> bool:
+        """Make free what rests, small blocks or large ones; whether anything did."""
+        resting = self._resting[large]
+        loose, blocks = resting.loose, resting.wake()
+        for block in loose:
+            self._cut(block, self._free)
+        for block in blocks:
+            self._cut(block, self._free)
+            pending = {block.stream: self._clock.mark(block.stream, block.died)}
+            self._free.insert(Segment(block.offset, block.end, pending))
+        if not loose:
+            return bool(blocks)
+        loose.clear()
+        return True
+
+    def _wake(self) -> None:
+        self._wake_kind(False)
+        self._wake_kind(True)
 
     def _home(self, capture: int) -> FreeList:
         return self._graphs.setdefault(capture, FreeList()) if capture else self._free
@@ -396,25 +425,6 @@ class Pool:
             left = {s: mark for s, mark in segment.pending.items() if mark not in over}
             self._free.insert(Segment(segment.offset, segment.end, left))
         self._compact_at = len(self._free) + MAX_FACTS
-
-    def _exhausted(self, nbytes: int, label: str, capture: int) -> PoolExhaustedError:
-        blocks = sorted(self.live(), key=lambda block: -block.nbytes)
-        numbers = self.statistics()
-        held = ", ".join(_describe(block) for block in blocks[:8]) or "nothing"
-        if len(blocks) > 8:
-            held += f" and {len(blocks) - 8} smaller blocks"
-        advice = "drop results that are no longer needed, ask for own=True where they must live "
-        advice += "long, or enlarge pool_bytes (size_hint() gives the least)"
-        if capture:
-            advice = "a graph gets only memory on which no earlier work can be pending: drop old "
-            advice += "results and make one eager call before the capture, or enlarge pool_bytes"
-        message = (
-            f"{self._who}alloc(): the pool of {_size(numbers.nbytes)} has no room for "
-            f"{_size(nbytes)}{f' for {label}' if label else ''} ({_size(numbers.free)} free, "
-            f"{_size(numbers.largest_free)} in one piece, {_size(numbers.quarantined)} in "
-            f"quarantine, {_size(numbers.captured)} owned by graphs; live: {held}): {advice}."
-        )
-        return PoolExhaustedError(message, Refusal(RefusalCode.POOL_EXHAUSTED, -(-nbytes // _MIB)))
 
 
 class _Guard:
@@ -444,12 +454,3 @@ class _Guard:
     ) -> None:
         self._holder = 0
         self._lock.release()
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB // 10 else f"{nbytes} bytes"
-
-
-def _describe(block: Block) -> str:
-    state = " (quarantined)" if block.quarantined else " (a graph's)" if block.capture else ""
-    return f"{block.label or 'unnamed'} {_size(block.nbytes)}{state}"

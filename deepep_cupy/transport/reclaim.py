@@ -66,13 +66,14 @@ class StreamClock:
         self._tick += 1
         return self._tick - 1
 
-    def mark(self, stream: Stream) -> Mark:
-        """The mark for what is given back now; one per stream and tick."""
+    def mark(self, stream: Stream, tick: int | None = None) -> Mark:
+        """The mark for what is given back now, or was at a tick; mostly one per stream and tick."""
+        tick = self._tick if tick is None else tick
         mark = self._marks.get(stream)
-        if mark is None or mark.tick != self._tick:
+        if mark is None or mark.tick != tick:
             if len(self._marks) >= MAX_FACTS:
                 self._marks.clear()
-            mark = self._marks[stream] = Mark(stream, self._tick)
+            mark = self._marks[stream] = Mark(stream, tick)
         return mark
 
     def record(self, mark: Mark) -> None:

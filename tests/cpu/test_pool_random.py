@@ -18,6 +18,7 @@ from deepep_cupy.testing.streams import LEGACY, RaceError, StreamModel, merge
 from deepep_cupy.transport import pool as pool_module
 from deepep_cupy.transport import reclaim
 from deepep_cupy.transport.pool import ALIGNMENT, Pool, PoolExhaustedError
+from deepep_cupy.transport.resting import Resting
 from deepep_cupy.transport.segments import FreeList, Mark
 
 CELLS = 512
@@ -73,6 +74,7 @@ class Program:
             (self.quarantine, 1),
             (self.capture, 2),
             (self.transient, 2),
+            (self.steady, 4),
             (self.rare, 0.3),
         )
         names, weights = zip(*actions, strict=True)
@@ -174,6 +176,29 @@ class Program:
         self.world.touch(stream, block)
         self.arrays.append((block, self.pool.own(block)))
 
+    def steady(self):
+        """The same sizes on the same stream, again and again, some of them shrunk."""
+        stream = self.pick_stream()
+        sizes = [self.rng.choice((1, 2, 9, 60, 60)) * ALIGNMENT for _ in range(2)]
+        for _ in range(self.rng.randint(2, 5)):
+            held = []
+            for nbytes in sizes:
+                block = self.get(nbytes, stream)
+                if block is None:
+                    return
+                captured = stream in self.world.captures
+                kept = nbytes if captured or self.rng.random() < 0.5 else nbytes // 3
+                self.world.touch(stream, block, max(kept, ALIGNMENT) // ALIGNMENT * ALIGNMENT)
+                if kept < nbytes:
+                    self.pool.shrink(block, kept)
+                held.append((block, self.pool.own(block)))
+            if self.rng.random() < 0.3:
+                self.arrays += held
+                self.side()
+            elif self.rng.random() < 0.1:
+                self.alloc()
+            del held, block
+
     def observe(self):
         """The host learns, now or later, that what a stream had been given is over."""
         if self.seen and self.rng.random() < 0.5:
@@ -188,7 +213,7 @@ class Program:
     def quarantine(self):
         if not self.arrays:
             return
-        block, _ = self.rng.choice(self.arrays)
+        block = self.rng.choice(self.arrays)[0]
         if block.capture or block.stream in self.world.captures:
             return
         if self.rng.random() < 0.5:  # its array is already dead, perhaps the block reused
@@ -268,6 +293,7 @@ def test_no_race_and_no_byte_lost_in_random_programs(seed):
     assert counts["alloc"] > 5000, counts
     assert min(counts.values()) > 50, f"the program did not reach everything: {counts}"
     assert program.pool.statistics().num_waits > 100
+    assert program.pool.statistics().num_again > 1000
     program.end()
     check(program.pool)
     numbers = program.pool.statistics()
@@ -357,14 +383,80 @@ def gives_graph_memory_to_all(patch):
 
 
 def forgets_the_tail(patch):
-    segment, right = pool_module.Segment, Pool.shrink
+    segment, right = pool_module.Segment, Pool._cut
 
-    def shrink(self, block, nbytes):
+    def cut(self, *args):
         pool_module.Segment = lambda offset, end, pending: segment(offset, end, {})
-        right(self, block, nbytes)
+        right(self, *args)
         pool_module.Segment = segment
 
-    patch.setattr(Pool, "shrink", shrink)
+    patch.setattr(Pool, "_cut", cut)
+
+
+def rests_for_any_stream(patch):
+    right, everyone = Resting.put, Resting.take
+
+    def put(self, block, tick):
+        stream, block.stream = block.stream, "any"
+        right(self, block, tick)
+        block.stream = stream
+
+    patch.setattr(Resting, "put", put)
+    patch.setattr(Resting, "take", lambda self, nbytes, stream: everyone(self, nbytes, "any"))
+
+
+def wakes_as_if_never_used(patch):
+    right = Resting.wake
+
+    def wake(self):
+        blocks = right(self)
+        for block in blocks:
+            block.died = 0
+        return blocks
+
+    patch.setattr(Resting, "wake", wake)
+
+
+def rests_under_a_wrong_size(patch):
+    right = Resting.put
+
+    def put(self, block, tick):
+        room, block.room = block.room, 2 * block.room
+        right(self, block, tick)
+        block.room = room
+
+    patch.setattr(Resting, "put", put)
+
+
+def rests_in_graphs(patch):
+    right = Pool._again
+    patch.setattr(
+        Pool, "_again", lambda self, n, stream, label, _: right(self, n, stream, label, 0)
+    )
+
+
+def rests_with_its_other_users(patch):
+    right = Pool._retire
+
+    def retire(self, block):
+        if block.capture or block.quarantined:
+            right(self, block)
+        else:
+            self._forget(block)
+            self._resting[block.room >= self._large].put(block, self._clock.tick)
+
+    patch.setattr(Pool, "_retire", retire)
+
+
+def rests_in_quarantine(patch):
+    right = Pool.quarantine
+
+    def quarantine(self, block):
+        wake, Pool._wake = Pool._wake, lambda self: None
+        right(self, block)
+        Pool._wake = wake
+
+    patch.setattr(Pool, "quarantine", quarantine)
 
 
 def records_under_capture(patch):
@@ -398,6 +490,12 @@ BREAKAGES = (
     hands_dirty_memory_to_graphs,
     gives_graph_memory_to_all,
     forgets_the_tail,
+    rests_for_any_stream,
+    wakes_as_if_never_used,
+    rests_under_a_wrong_size,
+    rests_in_graphs,
+    rests_with_its_other_users,
+    rests_in_quarantine,
     records_under_capture,
     ignores_quarantine,
     completes_too_much,

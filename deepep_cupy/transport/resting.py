@@ -1,0 +1,53 @@
+"""Blocks that were given back whole and wait for their like: no search, no cutting, no melting.
+
+Programs ask for the same sizes on the same streams again and again. A block that only its own
+stream has used is therefore left as it is when its last array dies, and the next block of its
+size on its stream takes its place: for all other memory it is as if the first one lived on. Tails
+that ``Pool.shrink`` gave back are left alone too while nobody asks for them, so that a block that
+is made for the worst case again finds room for it again.
+
+Whoever looks for memory in any other way first wakes what rests; small and large blocks lie apart
+(``Pool``), and so it is with those of a kind alone, unless that does not help.
+"""
+
+from __future__ import annotations
+
+from deepep_cupy.transport.block import Block
+from deepep_cupy.transport.segments import Stream
+
+__all__ = ["Resting"]
+
+
+class Resting:
+    """Blocks of one kind. Its caller holds the pool's lock.
+
+    Attributes:
+        loose: Blocks in use whose tail was given back, and nobody has asked for it.
+    """
+
+    __slots__ = ("_blocks", "loose")
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, Stream], list[Block]] = {}
+        self.loose: set[Block] = set()
+
+    def put(self, block: Block, tick: int) -> None:
+        """Let a block rest that nobody but its own stream has used."""
+        block.died = tick
+        self.loose.discard(block)
+        key = block.room, block.stream
+        try:
+            self._blocks[key].append(block)
+        except KeyError:
+            self._blocks[key] = [block]
+
+    def take(self, nbytes: int, stream: Stream) -> Block | None:
+        """The block of that size which the stream gave back last."""
+        blocks = self._blocks.get((nbytes, stream))
+        return blocks.pop() if blocks else None
+
+    def wake(self) -> list[Block]:
+        """Take all that rest, in the order in which they came within each size."""
+        blocks = [block for each in self._blocks.values() for block in each]
+        self._blocks.clear()
+        return blocks
