@@ -171,7 +171,7 @@ def soak(plan: Plan) -> list[Job]:
     for ranks, number in ((2, calls), (4, max(20, calls // 4))):
         argv = worker("soak_modes", "--seconds", 150, "--calls", number, *slow)
         job = Job("soak modes", ranks, argv, 240)
-        jobs.append(beside(job, 90 if ranks == 2 else 45, 3))
+        jobs.append(beside(job, 60 if ranks == 2 else 30, 5))
     return jobs
 
 
@@ -208,7 +208,7 @@ def expand(plan: Plan) -> list[Job]:
     for ranks in (2, 4) if few else plan.all_ranks(2, 3, 4, 8):
         options = ["--pool-mib", 2048, *kinds]
         argv = worker("expand", "cases", "refused", "graphs", *options)
-        jobs.append(beside(Job("expand", ranks, argv, 240), 20 + 4 * ranks, 9))
+        jobs.append(beside(Job("expand", ranks, argv, 240), 20 + 4 * ranks, 10))
     return jobs
 
 
@@ -291,7 +291,7 @@ def check(plan: Plan) -> list[Job]:
     argv = ("-m", "deepep_cupy", "check", "--engine", "cuda", "--size", "small")
     every = (2,) if plan.turns else (1, 2)
     right = {"ok": r"\bOK: .*", "also": (r"\bcuda\b",)}
-    return [beside_as_it_is(Job("check", n, argv, 280, **right), 11) for n in every]
+    return [beside_as_it_is(Job("check", n, argv, 280, **right), 40) for n in every]
 
 
 PARTS: dict[str, Callable[[Plan], list[Job]]] = {

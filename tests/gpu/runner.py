@@ -119,6 +119,8 @@ class Runner:
         """Start a job; its output goes to a file of its own."""
         job, self.begun = placed.job, self.begun + 1
         limit = min(job.limit_s, self.end - time.monotonic() - 5)
+        if beside:  # one that hangs must not hold up all others for minutes
+            limit = min(limit, max(90.0, 4 * job.seconds))
         print(f"… {job.title} (at most {limit:.0f} s)", flush=True)
         folder = Path(tempfile.mkdtemp(prefix="gpu-job-"))
         (self.out / "running").mkdir(exist_ok=True)
@@ -174,7 +176,7 @@ class Runner:
 
     def why_not(self, job: Job) -> str:
         """Why a job cannot be started now; empty: it can."""
-        if self.end - time.monotonic() < 15:
+        if self.end - time.monotonic() < max(15, job.seconds):
             return "no time left"
         if job.wrap and not shutil.which(job.wrap[0]):
             return f"{job.wrap[0]} is not on PATH"

@@ -379,7 +379,7 @@ def main() -> None:
         parser.add_argument("--calls", type=int, default=5000)
         parser.add_argument("--seconds", type=float, default=600)
         parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--pool-mib", type=int, default=1024)
+        parser.add_argument("--pool-mib", type=int, default=3072)
 
     worker = Worker("SOAKMODES", __doc__, arguments)
     options = worker.options
