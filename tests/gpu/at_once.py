@@ -7,6 +7,7 @@ nobody end by themselves, and are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,10 @@ def _fits(room: Room, placed: Sequence[Placed]) -> bool:
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Those first that take long or much room, those that run beside each other together."""
     chosen = list(jobs)
-    words = list(dict.fromkeys(job.beside for job in chosen))
+    seconds: Counter[str] = Counter()  # what is most comes first
+    for job in chosen:
+        seconds[job.beside] += job.seconds
+    words = [word for word, _ in seconds.most_common()]
 
     def size(job: Job) -> float:
         return job.seconds * (1 + job.blocks * job.ranks / (40 * (1 if job.gpus == 1 else 2)))
