@@ -10,6 +10,7 @@ Control block (device memory, start of each rank's region; peers write into the 
     poisoned     4  1 after a failure, until reset()                 this rank's kernels
     arrivals     4  blocks that left: count | failures << 16         this rank's kernels
     busy         4  serial of the operation inside, 0 for none       this rank's kernels
+    tickets      4  tokens of a dispatch dealt to warps so far       this rank's blocks
     failures     4  records written to the report so far             this rank's kernels
     claimed      4  1 once a thread owns the details of a failure    this rank's kernels
     details     64  what that thread was waiting for                 this rank's kernels
@@ -17,6 +18,7 @@ Control block (device memory, start of each rank's region; peers write into the 
     headers      2 x R x (words + R) x 8   (epoch << 32 | value)     peers, by epoch parity
     arrived      2 x R x 8                 (epoch << 32 | status)    peers, by epoch parity
     partials     blocks x (R + 1) x 8      (epoch << 32 | count)     this rank's blocks
+    before       blocks x R x 8            (epoch << 32 | rows)      this rank's blocks
     histogram    E x 4    rows per expert, all ranks' experts        this rank's blocks
     experts      2 x E x 8 (epoch << 32 | count), [R][E / R]         peers, by epoch parity
 
@@ -75,6 +77,7 @@ class ControlLayout:
     poisoned = 4
     arrivals = LINE
     busy = 2 * LINE
+    tickets = 2 * LINE + 64
     failures = 3 * LINE
     claimed = 3 * LINE + 4
     details = 3 * LINE + 16
@@ -97,9 +100,14 @@ class ControlLayout:
         return align(self.arrived + 2 * self.num_ranks * 8, LINE)
 
     @property
+    def before(self) -> int:
+        """Rows of all lower blocks, [block][R]."""
+        return align(self.partials + MAX_BLOCKS * (self.num_ranks + 1) * 8, LINE)
+
+    @property
     def histogram(self) -> int:
         """Rows per expert of the whole group, [E]."""
-        return align(self.partials + MAX_BLOCKS * (self.num_ranks + 1) * 8, LINE)
+        return align(self.before + MAX_BLOCKS * self.num_ranks * 8, LINE)
 
     @property
     def experts(self) -> int:

@@ -14,10 +14,9 @@ static_assert(sizeof(Shared) <= kBarrierSharedBytes, "SHARED_HEAD in plan/consta
 
 KERNEL barrier(const GRID_CONSTANT BarrierParams p) {
     Shared& s = shared_memory<Shared>();
+    if (fills_header()) begin_header(p.comm, s.comm);
     Verdict verdict = enter(p.comm, s.comm);
     if (verdict == kGo) {
-        if (thread_index() == 0) begin_header(p.comm, s.comm);
-        block_barrier();
         send_header(p.comm, s.comm);
         verdict = open_headers(p.comm, s.comm);
     }

@@ -175,19 +175,34 @@ DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, con
 
 // ---- one warp's work ----
 
+// Where a warp begins. Made before the ranks have agreed: it only reads this rank's handle.
+struct Start {
+    Deal deal;
+    Unit first;
+    Unit second;
+};
+DEVICE Start start_of(const CombineCommon& d) {
+    Start start;
+    start.deal = deal_of(d);
+    start.first = first_unit(d, start.deal);
+    start.second = unit_after(d, start.deal, start.first);
+    return start;
+}
+
 struct AddTokens {
     const CommParams& c;
     const CombineCommon& d;
     Shared& s;
+    const Start& start;
 
     template <class Number>
     DEVICE_METHOD void run() const {
         // The peers wrote their rows with ordinary stores, which this block acquired with their
         // headers; this orders the engine's loads behind that.
         fence_proxy_async_global();
-        Deal deal = deal_of(d);
-        Unit unit = first_unit(d, deal);
-        Unit next = unit_after(d, deal, unit);
+        const Deal& deal = start.deal;
+        Unit unit = start.first;
+        Unit next = start.second;
         start_loads(c, d, s, unit, 0);
         start_loads(c, d, s, next, 1);
         u32 phases = 0;
@@ -211,9 +226,10 @@ KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
         for (int set = 0; set < kSets; ++set) mbarrier_init(&s.loaded[warp_index()][set], 1);
         fence_mbarrier_init();
     }
-    u32 birth = read_birth(p.d);
+    if (fills_header()) fill_header(p.comm, s.comm, p.d);
+    Start start = start_of(p.d);
     Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = open_combine(p.comm, s.comm, p.d, birth);
-    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s});
+    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
+    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s, start});
     finish(p.comm, s.comm, p.d, verdict);
 }

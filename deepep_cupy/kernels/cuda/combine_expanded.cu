@@ -16,20 +16,11 @@ static_assert(sizeof(Shared) <= kCombineSharedBytes, "SHARED_HEAD in plan/consta
 
 constexpr int kBatch = 4;  // copies whose loads are in flight together
 
-// ---- opening ----
-
-DEVICE Verdict open_expanded(const CommParams& c, CommShared& s, const CombineExpanded& d,
-                             u32 birth) {
-    if (block_index() == 0) {
-        if (thread_index() == 0) {
-            fill_header(c, s, d.plain, birth);
-            s.mine[kWordWeightsOffset] = d.row_weights_offset;
-            s.mine[kWordIndexOffset] = d.index_offset;
-        }
-        block_barrier();
-        send_header(c, s);
-    }
-    return open_headers(c, s);
+// The header of this layout. The thread that fills_header() calls it.
+DEVICE void fill_expanded(const CommParams& c, CommShared& s, const CombineExpanded& d) {
+    fill_header(c, s, d.plain);
+    s.mine[kWordWeightsOffset] = d.row_weights_offset;
+    s.mine[kWordIndexOffset] = d.index_offset;
 }
 
 // Four bytes of an array of a rank that the given header word locates.
@@ -214,9 +205,9 @@ struct AddTokens {
 
 KERNEL combine_expanded(const GRID_CONSTANT CombineExpandedParams p) {
     Shared& s = shared_memory<Shared>();
-    u32 birth = read_birth(p.d.plain);
+    if (fills_header()) fill_expanded(p.comm, s.comm, p.d);
     Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = open_expanded(p.comm, s.comm, p.d, birth);
+    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
     if (verdict == kGo) with_number(p.d.plain.dtype, AddTokens{p.comm, s.comm, p.d});
     finish(p.comm, s.comm, p.d.plain, verdict);
 }

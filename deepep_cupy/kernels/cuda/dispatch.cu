@@ -48,10 +48,14 @@ DEVICE void copy_row(const CommParams& c, const CommShared& comm, const Dispatch
 }
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
-    Range tokens = tokens_of_block(d.num_tokens, block_index());
-    for (u32 token = tokens.first + warp_index(); token < tokens.end; token += kNumWarps) {
-        u32 row = row_of_slot(d, s.route, token, slot_of_lane(d, token));
-        if (warp_ballot(row != ~0u) == 0u) continue;
+    Deal deal = begin_deal(c, d.num_tokens);
+    u32 token = first_token(deal);
+    if (token == kNoToken) token = next_token(c, deal);
+    for (; token != kNoToken; token = next_token(c, deal)) {
+        Place place = place_of_lane(c, d, deal, token);
+        if (warp_ballot(place.slot != ~0u) == 0u) continue;
+        u32 row = ~0u;
+        if (!find_row(c, s.comm, d, s.route, deal, token, place, row)) break;
         send_metadata(c, s.comm, d, token, row);
         if (d.access_bytes == 16) {
             copy_row<16, 8>(c, s.comm, d, token, row);
@@ -66,9 +70,9 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
 
 KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
     Shared& s = shared_memory<Shared>();
-    u32 birth = read_birth(p.d);
+    if (fills_header()) fill_header(p.comm, s.comm, p.d);
     Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, birth, [] {});
+    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, [] {});
     if (verdict == kGo) {
         report_counts(p.comm, s.comm, p.d);
         move_rows(p.comm, p.d, s);

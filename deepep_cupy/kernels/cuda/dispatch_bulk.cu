@@ -34,20 +34,28 @@ DEVICE Pieces pieces_of_row(u32 row_bytes) {
     return {bytes, (row_bytes + bytes - 1) / bytes};
 }
 
-// A place in the warp's work: a token that goes somewhere, and a piece of its row.
+// Where a warp is: a token that goes somewhere, and a piece of its row.
 struct Cursor {
-    u32 token;  // >= end: no more work
+    u32 token;  // kNoToken: no more work
     u32 piece;
-    u32 slot;   // this lane's slot_of_lane()
+    Place place;
 };
 
-// Moves to the first token at or after `token` that is sent anywhere.
-DEVICE void seek(const DispatchCommon& d, u32 end, u32 token, Cursor& cursor) {
-    cursor.piece = 0;
-    for (cursor.token = token; cursor.token < end; cursor.token += kNumWarps) {
-        cursor.slot = slot_of_lane(d, cursor.token);
-        if (warp_ballot(cursor.slot != ~0u) != 0u) return;
-    }
+// Goes to a token, if it is sent anywhere.
+DEVICE bool go_to(const CommParams& c, const DispatchCommon& d, const Deal& deal, u32 token,
+                  Cursor& cursor) {
+    cursor = {token, 0u, {~0u, 0u}};
+    if (token == kNoToken) return false;
+    cursor.place = place_of_lane(c, d, deal, token);
+    return warp_ballot(cursor.place.slot != ~0u) != 0u;
+}
+
+// Goes to the next token that is sent anywhere; to kNoToken where there is none.
+DEVICE void seek(const CommParams& c, const DispatchCommon& d, Deal& deal, Cursor& cursor) {
+    u32 token;
+    do {
+        token = next_token(c, deal);
+    } while (!go_to(c, d, deal, token, cursor) && token != kNoToken);
 }
 
 DEVICE u32 piece_length(const DispatchCommon& d, const Pieces& pieces, u32 piece) {
@@ -87,18 +95,20 @@ DEVICE void start_stores(const CommParams& c, const CommShared& comm, const Disp
 
 // What a warp keeps between the load it starts early and the loop that follows the handshake.
 struct WarpWork {
-    Range tokens;
+    Deal deal;
     Pieces pieces;
     Cursor next;  // the piece whose load is in flight
+    bool begun;   // there is one
 };
 
-// Starts the warp's first load before the ranks have agreed: it only reads this rank's x.
-DEVICE WarpWork begin_work(const DispatchCommon& d, Shared& s) {
+// Starts the warp's first load before the ranks have agreed: it only reads this rank's x. Other
+// blocks' slots are not to be read yet, so that the first token is one of this block's.
+DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared& s) {
     WarpWork work;
-    work.tokens = tokens_of_block(d.num_tokens, block_index());
+    work.deal = begin_deal(c, d.num_tokens);
     work.pieces = pieces_of_row(d.row_bytes);
-    seek(d, work.tokens.end, work.tokens.first + warp_index(), work.next);
-    if (work.next.token < work.tokens.end && lane_index() == 0) {
+    work.begun = go_to(c, d, work.deal, first_token(work.deal), work.next);
+    if (work.begun && lane_index() == 0) {
         start_load(d, work.pieces, work.next, s.stage[warp_index()][0],
                    &s.loaded[warp_index()][0]);
     }
@@ -107,15 +117,25 @@ DEVICE WarpWork begin_work(const DispatchCommon& d, Shared& s) {
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, WarpWork& work) {
     u32 warp = warp_index();
+    if (!work.begun) {
+        seek(c, d, work.deal, work.next);
+        if (work.next.token != kNoToken && lane_index() == 0) {
+            start_load(d, work.pieces, work.next, s.stage[warp][0], &s.loaded[warp][0]);
+        }
+    }
     // What earlier kernels of the receivers did to their blocks with ordinary accesses was
     // acquired with their headers; this orders the engine's stores behind it.
     fence_proxy_async_global();
     u32 row = ~0u;
-    for (u32 turn = 0; work.next.token < work.tokens.end; ++turn) {
+    for (u32 turn = 0; work.next.token != kNoToken; ++turn) {
         u32 stage = turn % kStages;
         Cursor at = work.next;
         if (at.piece == 0) {
-            row = row_of_slot(d, s.route, at.token, at.slot);
+            bool found = find_row(c, s.comm, d, s.route, work.deal, at.token, at.place, row);
+            if (!found) {
+                wait_loaded(c, s.comm, &s.loaded[warp][stage], turn / kStages & 1u);
+                break;
+            }
             send_metadata(c, s.comm, d, at.token, row);
         }
 
@@ -123,9 +143,9 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, W
         if (at.piece + 1 < work.pieces.count) {
             work.next.piece = at.piece + 1;
         } else {
-            seek(d, work.tokens.end, at.token + kNumWarps, work.next);
+            seek(c, d, work.deal, work.next);
         }
-        if (work.next.token < work.tokens.end && lane_index() == 0) {
+        if (work.next.token != kNoToken && lane_index() == 0) {
             bulk_wait_read<0>();
             start_load(d, work.pieces, work.next, s.stage[warp][1 - stage],
                        &s.loaded[warp][1 - stage]);
@@ -143,7 +163,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, W
 
 // No row may move after all: waits for the load in flight, so that the block can end.
 DEVICE void drop_work(const CommParams& c, Shared& s, const WarpWork& work) {
-    if (work.next.token < work.tokens.end) wait_loaded(c, s.comm, &s.loaded[warp_index()][0], 0);
+    if (work.begun) wait_loaded(c, s.comm, &s.loaded[warp_index()][0], 0);
 }
 
 KERNEL dispatch_bulk(const GRID_CONSTANT DispatchBulkParams p) {
@@ -154,11 +174,11 @@ KERNEL dispatch_bulk(const GRID_CONSTANT DispatchBulkParams p) {
         }
         fence_mbarrier_init();
     }
-    u32 birth = read_birth(p.d);
+    if (fills_header()) fill_header(p.comm, s.comm, p.d);
     Verdict verdict = enter(p.comm, s.comm);
     if (verdict == kGo) {
         WarpWork work;
-        verdict = route(p.comm, s.comm, p.d, s.route, birth, [&] { work = begin_work(p.d, s); });
+        verdict = route(p.comm, s.comm, p.d, s.route, [&] { work = begin_work(p.comm, p.d, s); });
         if (verdict == kGo) {
             report_counts(p.comm, s.comm, p.d);
             move_rows(p.comm, p.d, s, work);

@@ -64,6 +64,10 @@ DEVICE u32 atom_cas_relaxed_gpu_u32(u32* p, u32 expected, u32 desired,
     return static_cast<u32>(sim::read_modify_write(p, 4, sim::Rmw::cas, desired, expected,
             kRelaxed, kGpu, true, where));
 }
+DEVICE u32 atom_add_relaxed_gpu_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
+    return static_cast<u32>(sim::read_modify_write(p, 4, sim::Rmw::add, v, 0, kRelaxed, kGpu,
+            true, where));
+}
 DEVICE void red_add_relaxed_gpu_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
     sim::read_modify_write(p, 4, sim::Rmw::add, v, 0, kRelaxed, kGpu, false, where);
 }

@@ -222,7 +222,7 @@ class _OnRank:
             "experts_per_rank": max(1, experts // ranks),
             "num_reported_experts": experts // ranks,
             "experts_offset": self.memory.control.experts,
-            "expert_alignment": self.mode.alignment,
+            "expert_alignment": self.mode.alignment or 1,
             "row_bytes": self.x.shape[1],
             "num_scales": 0 if scales is None else scales.shape[1],
             "dtype": dtype_code("uint8", 1, None if scales is None else scales.dtype.name),

@@ -99,8 +99,22 @@ PLANTED: tuple[Planted, ...] = (
         ("combine",),
         change(
             (
-                "fence_acq_rel_sys(); st_relaxed_sys_u64(slot + word",
-                "st_relaxed_sys_u64(slot + word",
+                "if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) "
+                "fence_acq_rel_sys();",
+                "",
+            )
+        ),
+        _focus(ROUND),
+        "combine of rows an earlier kernel wrote",
+    ),
+    Planted(
+        "fence in other threads than those that send (before the headers)",
+        ("combine",),
+        change(
+            (
+                "if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) "
+                "fence_acq_rel_sys();",
+                "if (thread_index() == kNumThreads - 1u) fence_acq_rel_sys();",
             )
         ),
         _focus(ROUND),
@@ -138,9 +152,9 @@ PLANTED: tuple[Planted, ...] = (
         "dispatch and combine",
     ),
     Planted(
-        "acquire removed (the clerk's, of the blocks' partial words)",
+        "acquire removed (of the blocks' partial words)",
         ("dispatch",),
-        change(("if (is_clerk()) ld_acquire_gpu_u64(slot);", "")),
+        change(("ld_acquire_gpu_u64(slot);", "")),
         _focus(DISPATCH),
         "dispatch, several blocks",
     ),
@@ -286,8 +300,8 @@ PLANTED: tuple[Planted, ...] = (
         "fail bit dropped from the arrival counter",
         ("dispatch",),
         change(("failed ? 0x10001u : 1u", "1u")),
-        _focus(DISPATCH, trouble="skew"),
-        "one block's wait expires",
+        _focus(("dispatch", "cached", "cached"), trouble="skew"),
+        "one block's wait expires, cached dispatch",
     ),
     Planted(
         "counter not reset",
@@ -302,6 +316,27 @@ PLANTED: tuple[Planted, ...] = (
         change(("st_relaxed_gpu_u32(histogram + expert, 0u);", "")),
         _focus(DISPATCH),
         "dispatch, three times",
+    ),
+    Planted(
+        "tickets not reset",
+        ("dispatch",),
+        change(("st_relaxed_gpu_u32(control_u32(own, kControlTickets), 0u);", "")),
+        _focus(DISPATCH),
+        "dispatch, three times",
+    ),
+    Planted(
+        "a token dealt before its block's slots are acquired",
+        ("dispatch_bulk",),
+        change(("first_token(work.deal), work.next", "next_token(c, work.deal), work.next")),
+        _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
+        "dispatch by bulk copies, several blocks",
+    ),
+    Planted(
+        "the rows of lower blocks taken before they are told",
+        ("dispatch",),
+        change(("if (!is_stamped(word, comm.epoch)) {", "if (false) {")),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
     ),
     Planted(
         "header signature ignored",
@@ -341,7 +376,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "block barrier removed (before other warps' counts are read)",
         ("dispatch",),
-        change(("count_bits(votes); } block_barrier();", "count_bits(votes); }")),
+        change(("[lane] = count; block_barrier();", "[lane] = count;")),
         _focus(DISPATCH),
         "dispatch, two warps",
     ),

@@ -77,6 +77,14 @@ DEVICE u32 atom_cas_relaxed_gpu_u32(u32* p, u32 expected, u32 desired) {
                  : "memory");
     return before;
 }
+DEVICE u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(p), "r"(v)
+                 : "memory");
+    return before;
+}
 DEVICE void red_add_relaxed_gpu_u32(u32* p, u32 v) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -12,14 +12,9 @@ DEVICE u32 token_stride() { return num_blocks() * kNumWarps; }
 
 // ---- opening ----
 
-// The handle's epoch, for the header: loaded by the thread that will fill it in, before enter()
-// waits for loads of its own.
-DEVICE u32 read_birth(const CombineCommon& d) {
-    return block_index() == 0 && thread_index() == 0 ? ld_u32(d.birth) : 0u;
-}
-
-// What this rank says of its combine. One thread calls it.
-DEVICE void fill_header(const CommParams& c, CommShared& s, const CombineCommon& d, u32 birth) {
+// What this rank says of its combine. The thread that fills_header() calls it.
+DEVICE void fill_header(const CommParams& c, CommShared& s, const CombineCommon& d) {
+    u32 birth = ld_u32(d.birth);
     begin_header(c, s);
     s.mine[kWordDtype] = d.dtype;
     s.mine[kWordRowBytes] = d.row_bytes;
@@ -32,15 +27,10 @@ DEVICE void fill_header(const CommParams& c, CommShared& s, const CombineCommon&
     s.mine[kWordNumRows] = d.num_rows;
 }
 
-// Tells the peers where this rank's rows are. Earlier kernels of the stream wrote them, so they
-// are ready when this kernel starts; the header's release says so.
-DEVICE Verdict open_combine(const CommParams& c, CommShared& s, const CombineCommon& d,
-                            u32 birth) {
-    if (block_index() == 0) {
-        if (thread_index() == 0) fill_header(c, s, d, birth);
-        block_barrier();
-        send_header(c, s);
-    }
+// Tells the peers where this rank's rows are, and hears where theirs are. Earlier kernels of the
+// stream wrote them, so they are ready when this kernel starts; the header's release says so.
+DEVICE Verdict open_combine(const CommParams& c, CommShared& s) {
+    if (block_index() == 0) send_header(c, s);
     return open_headers(c, s);
 }
 

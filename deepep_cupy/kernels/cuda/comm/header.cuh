@@ -10,8 +10,22 @@
 
 // ---- entering ----
 
-// Learns the epoch and whether to work. All threads of a block call it, first of all.
+// The thread that fills in s.mine, before enter(): of another warp than the one that works there.
+DEVICE bool fills_header() {
+    return block_index() == 0 && thread_index() == kNumThreads - 32u;
+}
+
+// Words of all ranks' headers are dealt to the threads from the second warp on: the first one
+// waits for loads in enter().
+DEVICE u32 first_word() { return (thread_index() + kNumThreads - 32u) % kNumThreads; }
+
+// Learns the epoch and whether to work. All threads of a block call it, after one has filled in
+// the header.
 DEVICE Verdict enter(const CommParams& c, CommShared& s) {
+    // Release, long before the words are sent, in each thread that will send some: what earlier
+    // kernels of this stream read or wrote (ordered before this thread by the kernel boundary)
+    // precedes them at every peer. Headers speak of nothing that this kernel does.
+    if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) fence_acq_rel_sys();
     // A record shows zeros where a header never came.
     for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         s.headers[i / kHeaderWords][i % kHeaderWords] = 0;
@@ -40,16 +54,13 @@ DEVICE Verdict enter(const CommParams& c, CommShared& s) {
 
 // ---- sending ----
 
-// Sends s.mine to all ranks, this one included. One block calls it, after a block barrier that
-// follows the writing of s.mine.
+// Sends s.mine to all ranks, this one included. Block 0 calls it, after a block barrier that
+// follows the writing of s.mine; each word's release is in enter().
 DEVICE void send_header(const CommParams& c, const CommShared& s) {
-    for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
+    for (u32 i = first_word(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         u32 peer = (c.rank + 1u + i / kHeaderWords) % kNumRanks;
         u32 word = i % kHeaderWords;
         u64* slot = header_slot(c.peer[peer], s.epoch, c.rank);
-        // Release, in each thread that signals: what earlier kernels of this stream read or wrote
-        // (ordered before this thread by the kernel boundary) precedes the word at every peer.
-        fence_acq_rel_sys();
         st_relaxed_sys_u64(slot + word, stamped(s.epoch, s.mine[word]));
     }
 }
@@ -104,7 +115,7 @@ DEVICE Verdict open_headers(const CommParams& c, CommShared& s) {
     return judge_headers(s);
 }
 
-// Fills the words that every operation has. One thread calls it, before send_header().
+// Fills the words that every operation has. The thread that fills_header() calls it.
 DEVICE void begin_header(const CommParams& c, CommShared& s) {
     for (u32 word = 0; word < kHeaderWords; ++word) s.mine[word] = 0;
     s.mine[kWordKind] = c.kind;

@@ -54,7 +54,8 @@ DEVICE void send_arrivals(const CommParams& c, const CommShared& s, u32 status) 
     }
 }
 
-// Waits for every peer's word. Returns false when one failed, aborted or did not come.
+// Waits for every peer's word. Returns false when one failed, aborted or did not come, or has
+// given up since.
 DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
     bool ok = true;
     for (u32 source = thread_index(); source < kNumRanks; source += kNumThreads) {
@@ -68,7 +69,13 @@ DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
         u32 status = static_cast<u32>(ld_acquire_sys_u64(slot));
         if (status != 0u) {
             red_or_relaxed_sys_u32(control_u32(own_region(c), kControlAbort), status);
+        }
+        // A rank that gave up after its own arrival has said so since: its later kernels may
+        // already be overwriting rows that this rank was reading. The thread that hears the last
+        // arrival looks last.
+        if (status != 0u || told_to_stop(c, false)) {
             ok = false;
+            break;
         }
     }
     return !block_barrier_or(!ok);
@@ -114,14 +121,10 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
     // ---- last block: settle with the peers ----
     failed = s.failed != 0u;
     if (handshake && verdict == kGo) {
-        u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
-        send_arrivals(c, s, failed ? abort : 0u);
-        // A rank that gave up after its own arrival has said so since: its later kernels may
-        // already be overwriting rows that this rank was reading.
-        if (!failed) {
-            bool arrived = receive_arrivals(c, s);
-            failed = block_barrier_or(!arrived || told_to_stop(c, false));
-        }
+        u32 status = 0;
+        if (failed) status = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
+        send_arrivals(c, s, status);
+        if (!failed) failed = !receive_arrivals(c, s);
     }
     if (failed) send_aborts(c);
 
@@ -139,6 +142,7 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
         } else if (verdict != kPoisoned) {
             st_relaxed_gpu_u32(control_u32(own, kControlEpoch), next_epoch(s.epoch));
         }
+        st_relaxed_gpu_u32(control_u32(own, kControlTickets), 0u);
         st_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u);
     }
     return failed || verdict == kRefused;

@@ -29,22 +29,31 @@ DEVICE void send_expert_counts(const CommParams& c, const CommShared& comm,
     }
 }
 
-// Adds up what all ranks sent for one local expert. The words of all ranks are asked for before
-// the first is looked at; only those that have not come are waited for one by one.
-DEVICE bool count_of_expert(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
-                            u32 expert, u32& count) {
-    u64* slots = expert_slots(c, d, comm.epoch, c.rank, 0) + expert;
+// What all ranks have sent so far for one local expert.
+struct ExpertWords {
     u64 seen[kNumRanks];
+};
+DEVICE ExpertWords ask_for_expert(const CommParams& c, const CommShared& comm,
+                                  const DispatchCommon& d, u32 expert) {
+    u64* slots = expert_slots(c, d, comm.epoch, c.rank, 0) + expert;
+    ExpertWords words;
     UNROLL
     for (u32 source = 0; source < kNumRanks; ++source) {
-        seen[source] = ld_relaxed_sys_u64(slots + source * d.experts_per_rank);
+        words.seen[source] = ld_relaxed_sys_u64(slots + source * d.experts_per_rank);
     }
+    return words;
+}
+
+// Adds it up; only words that had not come are waited for, one by one.
+DEVICE bool count_of_expert(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                            u32 expert, const ExpertWords& words, u32& count) {
+    u64* slots = expert_slots(c, d, comm.epoch, c.rank, 0) + expert;
     u32 missing = 0;
     count = 0;
     UNROLL
     for (u32 source = 0; source < kNumRanks; ++source) {
-        if (is_stamped(seen[source], comm.epoch)) {
-            count += static_cast<u32>(seen[source]);
+        if (is_stamped(words.seen[source], comm.epoch)) {
+            count += static_cast<u32>(words.seen[source]);
         } else {
             missing |= 1u << source;
         }
@@ -66,42 +75,73 @@ DEVICE u32 rows_from(const CommParams& c, const CommShared& comm, u32 source) {
     return comm.headers[source][kWordCounts + c.rank];
 }
 
+// Experts of one lane, side by side, whose words are on their way together.
+constexpr u32 kExpertsPerLane = kNumRanks <= 2 ? 4 : kNumRanks <= 4 ? 2 : 1;
+
+// Writes the counts of this lane's experts from `expert` on, and where their rows end: `end` is
+// where those of lower experts do.
+DEVICE void write_expert_counts(const CommParams& c, const DispatchCommon& d, u32 expert, u32 end,
+                                const u32 (&count)[kExpertsPerLane],
+                                const u32 (&rounded)[kExpertsPerLane]) {
+    UNROLL
+    for (u32 i = 0; i < kExpertsPerLane; ++i, ++expert) {
+        if (expert >= d.num_reported_experts) return;
+        if (d.no_wait == 0u) {
+            st_relaxed_sys_u64(c.report + kReportExperts + expert, stamped(c.serial, count[i]));
+        }
+        if (d.expert_counts == nullptr) continue;
+        end += rounded[i];
+        // Plain layout: inclusive sums. Expanded: where the expert's rows really end.
+        u32 padding = (d.layout_flags & kFlagExpanded) != 0u ? rounded[i] - count[i] : 0u;
+        st_u32(d.expert_counts + expert, count[i]);
+        st_u32(d.psum_expert_rows + expert, end - padding);
+    }
+}
+
 // The counts per expert, and their sums. One warp.
 DEVICE void report_experts(const CommParams& c, CommShared& comm, const DispatchCommon& d) {
     u32 lane = lane_index();
     u32 end = 0;  // of the rows of all experts so far, rounded up
-    for (u32 first = 0; first < d.num_reported_experts; first += 32u) {
-        u32 expert = first + lane;
-        bool mine = expert < d.num_reported_experts;
-        u32 count = 0;
-        bool ok = !mine || count_of_expert(c, comm, d, expert, count);
-        if (mine && ok && d.no_wait == 0u) {
-            st_relaxed_sys_u64(c.report + kReportExperts + expert, stamped(c.serial, count));
+    for (u32 first = 0; first < d.num_reported_experts; first += 32u * kExpertsPerLane) {
+        u32 expert = first + lane * kExpertsPerLane;
+        ExpertWords words[kExpertsPerLane] = {};
+        UNROLL
+        for (u32 i = 0; i < kExpertsPerLane; ++i) {
+            if (expert + i < d.num_reported_experts) {
+                words[i] = ask_for_expert(c, comm, d, expert + i);
+            }
+        }
+        u32 count[kExpertsPerLane];
+        u32 rounded[kExpertsPerLane];
+        u32 rows = 0;  // of this lane's experts
+        bool ok = true;
+        UNROLL
+        for (u32 i = 0; i < kExpertsPerLane; ++i) {
+            count[i] = 0;
+            if (ok && expert + i < d.num_reported_experts) {
+                ok = count_of_expert(c, comm, d, expert + i, words[i], count[i]);
+            }
+            rounded[i] =
+                (count[i] + d.expert_alignment - 1u) / d.expert_alignment * d.expert_alignment;
+            rows += rounded[i];
         }
         if (warp_ballot(!ok) != 0u) {
             comm.failed = 1;
             return;
         }
-        if (d.expert_counts == nullptr) continue;
-        u32 rounded = (count + d.expert_alignment - 1u) / d.expert_alignment * d.expert_alignment;
-        u32 sum = rounded;  // of the lanes up to this one
+        u32 sum = rows;  // of the lanes up to this one
         UNROLL
         for (u32 step = 1; step < 32u; step *= 2u) {
             u32 lower = warp_shuffle(sum, (lane - step) & 31u);
             if (lane >= step) sum += lower;
         }
-        if (mine) {
-            // Plain layout: inclusive sums. Expanded: where the expert's rows really end.
-            u32 padding = (d.layout_flags & kFlagExpanded) != 0u ? rounded - count : 0u;
-            st_u32(d.expert_counts + expert, count);
-            st_u32(d.psum_expert_rows + expert, end + sum - padding);
-        }
+        write_expert_counts(c, d, expert, end + sum - rows, count, rounded);
         end += warp_shuffle(sum, 31u);
     }
 }
 
 // Writes all counts into the handle's arrays, and tells them to the host if it waits. The last
-// warp of the clerk does it before it moves rows, of which it has the fewest.
+// warp of the clerk does it before it moves rows.
 DEVICE void report_counts(const CommParams& c, CommShared& comm, const DispatchCommon& d) {
     if (!is_clerk() || warp_index() != kNumWarps - 1 || d.layout == kLayoutCached) return;
     u32 source = lane_index();

@@ -6,20 +6,53 @@
 
 // ---- places ----
 
-// What send_row says of `token` and rank `lane`: a slot, with a cached handle a row; -1: not sent,
-// as in all lanes >= R.
-DEVICE u32 slot_of_lane(const DispatchCommon& d, u32 token) {
-    if (lane_index() >= kNumRanks) return ~0u;
-    return ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
+// What is known of `token` at rank `lane` before it is moved.
+struct Place {
+    u32 slot;    // what send_row says: a slot, with a cached handle a row; -1: not sent, as in all
+                 // lanes >= R
+    u64 before;  // another block's token: that block's before_slot(), as far as it was written
+};
+
+DEVICE bool is_of_other_block(const DispatchCommon& d, const Deal& deal, u32 token) {
+    return d.layout != kLayoutCached && token / deal.share != block_index();
 }
 
-// The row at rank `lane`, absolute, from the slot; completes send_row. Each entry is this lane's
-// alone from here on.
-DEVICE u32 row_of_slot(const DispatchCommon& d, const RouteShared& s, u32 token, u32 slot) {
-    if (slot == ~0u || d.layout == kLayoutCached) return slot;
-    u32 row = slot + s.base[lane_index()];
-    st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index(), row);
-    return row;
+DEVICE Place place_of_lane(const CommParams& c, const DispatchCommon& d, const Deal& deal,
+                           u32 token) {
+    Place place = {~0u, 0u};
+    if (lane_index() >= kNumRanks) return place;
+    place.slot = ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
+    if (is_of_other_block(d, deal, token)) {
+        place.before = ld_relaxed_gpu_u64(before_slot(c, token / deal.share) + lane_index());
+    }
+    return place;
+}
+
+// The row at rank `lane`, absolute; completes send_row. Each entry is this lane's alone from here
+// on. All lanes call it; false after a wait that was given up.
+DEVICE bool find_row(const CommParams& c, CommShared& comm, const DispatchCommon& d,
+                     const RouteShared& s, const Deal& deal, u32 token, const Place& place,
+                     u32& row) {
+    row = place.slot;
+    if (d.layout == kLayoutCached) return true;
+    bool ok = true;
+    if (row != ~0u) {
+        u32 before = s.before[lane_index()];
+        if (is_of_other_block(d, deal, token)) {
+            u32 block = token / deal.share;
+            u64 word = place.before;
+            if (!is_stamped(word, comm.epoch)) {
+                Wait wait = {kPhasePartial, c.rank, stamped(comm.epoch, block)};
+                ok = wait_stamped(c, comm, before_slot(c, block) + lane_index(), wait, word);
+            }
+            before = static_cast<u32>(word);
+        }
+        row += s.lower[lane_index()] + before;
+        st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index(), row);
+    }
+    if (warp_ballot(!ok) == 0u) return true;
+    comm.failed = 1;
+    return false;
 }
 
 DEVICE u8* rows_of_rank(const CommParams& c, const CommShared& comm, u32 rank, u32 offset_word) {
@@ -41,7 +74,7 @@ DEVICE u32* scales_of_rank(const CommParams& c, const CommShared& comm, const Di
                        scales_offset(d, header[kWordCapacity], header[kWordIndexOffset]));
 }
 
-// ---- what travels beside a row; row: this lane's row_of_slot() ----
+// ---- what travels beside a row; row: this lane's find_row() ----
 
 // Scales: words of any meaning, any strides at the source, row by row at the receiver.
 DEVICE void send_scales(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
