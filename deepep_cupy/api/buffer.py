@@ -113,6 +113,7 @@ class Buffer(Operations):
             self._engine.intake,
             modes,
             cast(ModalEngine, self._engine).intake_scales if "scales" in modes else None,
+            self._engine.glance,
         )
         self._num_sms: int | None = None
         self._state = State.OPEN

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from deepep_cupy.api.events import EventOverlap
+from deepep_cupy.api.forms import CombineForm, DispatchForm, Glance, Memo
 from deepep_cupy.api.handle import DispatchHandle, Signature
 from deepep_cupy.api.tuning import Config
 from deepep_cupy.engines.base import ALL_MODES, Streams
@@ -34,6 +35,7 @@ class Checks:
         intake: ``Engine.intake``.
         modes: ``Engine.modes``.
         intake_scales: ``ModalEngine.intake_scales``.
+        glance: ``Engine.glance``; without, every call is checked anew.
     """
 
     def __init__(
@@ -43,12 +45,16 @@ class Checks:
         intake: Intake,
         modes: frozenset[str] = ALL_MODES,
         intake_scales: Intake | None = None,
+        glance: Glance | None = None,
     ) -> None:
         self._spec = spec
         self._buffer = buffer
         self._intake = intake
         self._modes = modes
         self._intake_scales = intake_scales or intake
+        self._glance = glance
+        self._dispatches: Memo[DispatchForm] = Memo()
+        self._combines: Memo[CombineForm] = Memo()
 
     def rows(self, operation: str, value: object, wire_itemsize: int | None = None) -> Any:
         """``[rows, H]`` of a length that the Buffer was made for.

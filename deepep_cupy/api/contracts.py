@@ -7,13 +7,21 @@ here are shapes, dtypes and what goes with what.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from deepep_cupy.api.checking import Checks, is_int
 from deepep_cupy.api.config import resolve_dtype
+from deepep_cupy.api.forms import (
+    CombineArguments,
+    CombineForm,
+    DispatchArguments,
+    DispatchForm,
+    combine_key,
+    dispatch_key,
+    listed,
+)
 from deepep_cupy.api.handle import DispatchHandle, Signature
 from deepep_cupy.engines.base import (
     CombineCall,
@@ -38,81 +46,42 @@ _REDUCES: tuple[Reduce, ...] = ("exact", "per_rank")
 _INT32 = (np.dtype(np.int32),)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DispatchArguments:
-    """What the user passed to ``dispatch``; see there."""
-
-    x: object
-    handle: object
-    topk_idx: object
-    topk_weights: object
-    is_token_in_rank: object
-    num_tokens_per_rank: object
-    num_tokens_per_rdma_rank: object
-    num_tokens_per_expert: object
-    expert_alignment: object
-    own: bool
-    num_worst_tokens: object = 0
-    config: object = None
-    num_sms: int | None = None
-    previous_event: object = None
-    async_finish: object = False
-    allocate_on_comm_stream: object = False
-    dtype: object = None
-    scales_layout: object = "row"
-    quantize: object = None
-    round_scale: object = False
-    use_ue8m0: object = False
-    do_cpu_sync: object = None
-    do_expand: object = None
-    do_zero_padding: object = False
-    cumulative_local_expert_recv_stats: object = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CombineArguments:
-    """What the user passed to ``combine``; see there."""
-
-    x: object
-    handle: object
-    topk_weights: object = None
-    bias: object = None
-    own: bool = False
-    config: object = None
-    num_sms: int | None = None
-    previous_event: object = None
-    async_finish: object = False
-    allocate_on_comm_stream: object = False
-    out: object = None
-    reduce: object = "exact"
-    row_weights: object = None
-
-
 class Checker(Checks):
-    """Checks the arguments of one Buffer's calls."""
+    """Checks the arguments of one Buffer's calls: once for all calls of a form."""
 
     # ------------------------------------------------------------------------------- dispatch
 
     def dispatch(self, given: DispatchArguments) -> tuple[DispatchCall, Signature]:
         """Check a dispatch; the call for the engine, and the signature of the handle to make."""
+        glance, most = self._glance, self._spec.num_max_tokens_per_rank
+        key = None if glance is None else dispatch_key(given, glance, most)
+        form = self._dispatches.find(key)
+        if form is None:
+            given, form = self._dispatch(given)
+            self._dispatches.keep(key, form)
+        call = form.call(given)
+        return call, form.signed(given, len(call.x))
+
+    def _dispatch(self, given: DispatchArguments) -> tuple[DispatchArguments, DispatchForm]:
+        """All checks; the arguments with the engine's arrays, and what was found out."""
         quantize = self._quantization(given)
-        x, scales = self._rows_and_scales(given, quantize)
+        x, scales, view = self._rows_and_scales(given, quantize)
         num_tokens, spec = len(x), self._spec
         if num_tokens > spec.num_max_tokens_per_rank:
             refusal = Refusal(RefusalCode.TOO_MANY_TOKENS, num_tokens)
             limit = spec.num_max_tokens_per_rank
             raise ContractError(describe_refusal("dispatch", spec.rank, refusal, limit), refusal)
         self._layout_arrays(given, num_tokens)
-        topk_idx = mask = handle = None
+        topk_idx = mask = handle = made = None
         if given.handle is not None:
             handle = self._cached(given, num_tokens)
             signature = handle.signature
         elif given.topk_idx is not None:
             topk_idx = self._choices("dispatch", given.topk_idx, num_tokens)
-            signature = self._signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
+            signature = made = self._signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
         elif given.is_token_in_rank is not None:
             mask = self.take("dispatch", "is_token_in_rank", given.is_token_in_rank)
-            signature = self._signature(num_tokens, 0, Layout.MASK)
+            signature = made = self._signature(num_tokens, 0, Layout.MASK)
         else:
             self.refuse(
                 "dispatch", "", "needs one of topk_idx, is_token_in_rank or handle, got none"
@@ -123,21 +92,26 @@ class Checker(Checks):
             weights = self.weights("dispatch", "topk_weights", given.topk_weights, shape, signature)
         expand = self._expansion(given, handle)
         layout = self._one_of("dispatch", "scales_layout", given.scales_layout, _SCALES_LAYOUTS)
-        call = DispatchCall(
-            x=x,
+        alignment = self._alignment(given, handle)
+        worst = self._worst(given, handle)
+        zero_padding = self._zero_padding(given, expand)
+        taken = given._replace(
+            x=x if scales is None else (x, scales),
             topk_idx=topk_idx,
             topk_weights=weights,
             is_token_in_rank=mask,
-            routing=None if handle is None else handle.routing,
-            expert_alignment=self._alignment(given, handle),
+            cumulative_local_expert_recv_stats=self._stats(given),
+        )
+        return taken, DispatchForm(
+            view=view,
+            signature=made,
+            expert_alignment=alignment,
             own=given.own,
-            scales=scales,
             scales_layout=layout,
             quantize=quantize,
-            num_worst_tokens=self._worst(given, handle),
+            num_worst_tokens=worst,
             expand=expand,
-            zero_padding=self._zero_padding(given, expand),
-            recv_stats=self._stats(given),
+            zero_padding=zero_padding,
             num_sms=self.num_sms("dispatch", given.config) or given.num_sms,
             streams=self.streams(
                 "dispatch",
@@ -146,7 +120,6 @@ class Checker(Checks):
                 given.allocate_on_comm_stream,
             ),
         )
-        return call, signature
 
     def _signature(self, num_tokens: int, num_topk: int, layout: Layout) -> Signature:
         spec = self._spec
@@ -156,7 +129,8 @@ class Checker(Checks):
 
     def _rows_and_scales(
         self, given: DispatchArguments, quantize: Quantization | None
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, np.dtype[Any] | None]:
+        """Rows, their scales or None, and the dtype they are to be taken for or None."""
         rows, scales = given.x, None
         if isinstance(rows, tuple | list):
             if quantize is not None:
@@ -173,31 +147,30 @@ class Checker(Checks):
             if scales is None:
                 self.refuse("dispatch", "scales", "must be an array, got None; pass x alone")
         x = self.rows("dispatch", rows, 1 if quantize is not None else None)
-        if given.dtype is not None:
-            x = self._viewed(x, given.dtype)
-        if quantize is not None and np.dtype(x.dtype).name not in _QUANTIZABLE:
+        view = None if given.dtype is None else self._view(x, given.dtype)
+        dtype = np.dtype(x.dtype) if view is None else view
+        if quantize is not None and dtype.name not in _QUANTIZABLE:
             self.refuse(
                 "dispatch",
                 "x",
-                f"must be of {' or '.join(_QUANTIZABLE)} to be cast, got {x.dtype}",
+                f"must be of {' or '.join(_QUANTIZABLE)} to be cast, got {dtype}",
             )
         if scales is None:
-            return x, None
-        name = np.dtype(x.dtype).name
-        if x.dtype.itemsize != 1 or name not in DTYPE_CODES:
+            return x, None, view
+        if dtype.itemsize != 1 or dtype.name not in DTYPE_CODES:
             self.refuse(
                 "dispatch",
                 "x",
                 f"must have rows of float8_e4m3fn, float8_e5m2, uint8 or int8 where scales come "
-                f"with it, got {x.dtype}",
+                f"with it, got {dtype}",
             )
         array = self.take("dispatch", "scales", scales, strided=True)
         packed = np.dtype(array.dtype) != np.float32
         shape = {"num_tokens": len(x), "num_scales": num_scales(x.shape[1], packed=packed)}
         self.expect("dispatch", "scales", array, shape, _SCALES)
-        return x, array
+        return x, array, view
 
-    def _viewed(self, x: Any, dtype: object) -> Any:
+    def _view(self, x: Any, dtype: object) -> np.dtype[Any]:
         try:
             wanted = resolve_dtype(dtype)
         except (TypeError, ValueError):
@@ -211,7 +184,7 @@ class Checker(Checks):
                 f"must have the {x.dtype.itemsize} bytes of an element of x ({x.dtype}), got "
                 f"{wanted}",
             )
-        return x.view(wanted)
+        return wanted
 
     def _quantization(self, given: DispatchArguments) -> Quantization | None:
         round_scale = self.flag("dispatch", "round_scale", given.round_scale)
@@ -359,7 +332,17 @@ class Checker(Checks):
     # -------------------------------------------------------------------------------- combine
 
     def combine(self, given: CombineArguments) -> CombineCall:
-        """Check a combine."""
+        """Check a combine; the call for the engine."""
+        glance = self._glance
+        key = None if glance is None else combine_key(given, glance)
+        form = self._combines.find(key)
+        if form is None:
+            given, form = self._combine(given)
+            self._combines.keep(key, form)
+        return form.call(given)
+
+    def _combine(self, given: CombineArguments) -> tuple[CombineArguments, CombineForm]:
+        """All checks; the arguments with the engine's arrays, and what was found out."""
         known = self.handle("combine", given.handle)
         rows = self.rows("combine", given.x)
         if len(rows) != known.num_rows:
@@ -393,15 +376,17 @@ class Checker(Checks):
             out = self.take("combine", "out", given.out)
             self.expect("combine", "out", out, result, (dtype,))
             self.writable("combine", "out", out)
-        return CombineCall(
+        taken = given._replace(
             x=rows,
-            routing=known.routing,
             topk_weights=weights,
-            biases=self._biases(given.bias, result, dtype),
-            own=given.own,
-            reduce=self._one_of("combine", "reduce", given.reduce, _REDUCES),
-            row_weights=self._row_weights(given, known, dtype),
+            bias=self._biases(given.bias, result, dtype),
             out=out,
+        )
+        reduce = self._one_of("combine", "reduce", given.reduce, _REDUCES)
+        taken = taken._replace(row_weights=self._row_weights(given, known, dtype))
+        return taken, CombineForm(
+            own=given.own,
+            reduce=reduce,
             num_sms=self.num_sms("combine", given.config) or given.num_sms,
             streams=self.streams(
                 "combine", given.previous_event, given.async_finish, given.allocate_on_comm_stream
@@ -409,7 +394,7 @@ class Checker(Checks):
         )
 
     def _biases(self, bias: object, shape: dict[str, int], dtype: np.dtype[Any]) -> tuple[Any, ...]:
-        given = bias if isinstance(bias, tuple | list) else () if bias is None else (bias,)
+        given = listed(bias)
         if len(given) > 2:
             self.refuse("combine", "bias", f"must be at most two arrays, got {len(given)}")
         biases = tuple(self.take("combine", "bias", each) for each in given)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from deepep_cupy.engines.base import Engine
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
@@ -20,6 +20,8 @@ from deepep_cupy.transport.lifetime import ExitGuard
 
 __all__ = ["Lifecycle", "State"]
 
+D = TypeVar("D")
+
 
 class State(Enum):
     """Life of a Buffer."""
@@ -29,6 +31,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
+_OPEN = State.OPEN
 _LEGAL = {
     State.OPEN: {State.POISONED, State.CLOSED},
     State.POISONED: {State.OPEN, State.CLOSED},
@@ -151,27 +154,33 @@ class Lifecycle:
     def _alone(self, name: str) -> Iterator[None]:
         """Keep other threads out: which of two calls comes first, no other rank could know."""
         if not self._inside.acquire(blocking=False):
-            raise StateError(
-                f"{name}(): another thread is in a call of this Buffer on rank "
-                f"{self._spec.rank}; let one thread make all of a Buffer's calls, or give each "
-                f"thread a Buffer of its own."
-            )
+            raise self._occupied(name)
         try:
             yield
         finally:
             self._inside.release()
 
-    @contextmanager
-    def _operation(self, name: str, kind: Kind) -> Iterator[None]:
+    def _occupied(self, name: str) -> StateError:
+        return StateError(
+            f"{name}(): another thread is in a call of this Buffer on rank {self._spec.rank}; let "
+            f"one thread make all of a Buffer's calls, or give each thread a Buffer of its own."
+        )
+
+    def _operate(self, name: str, kind: Kind, work: Callable[..., D], *given: Any) -> D:
         """Run an operation; a refused argument of this rank is told to all ranks."""
-        self._must_be_open(name)
-        with self._alone(name), self._failures(name):
-            try:
-                yield
-            except ContractError as error:
-                if error.refusal is not None:
+        if self._state is not _OPEN:
+            self._must_be_open(name)
+        if not self._inside.acquire(False):
+            raise self._occupied(name)
+        try:
+            return work(*given)
+        except BaseException as error:
+            with self._failures(name):
+                if isinstance(error, ContractError) and error.refusal is not None:
                     self._engine.refuse(kind, error.refusal)
                 raise
+        finally:
+            self._inside.release()
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.contracts import Checker
 from deepep_cupy.api.events import EventOverlap
-from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.forms import CombineArguments, DispatchArguments
+from deepep_cupy.api.handle import DispatchHandle, Signature
 from deepep_cupy.api.lifecycle import Lifecycle, State
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
 from deepep_cupy.api.tuning import Config
-from deepep_cupy.engines.base import ModalEngine, modes_of
+from deepep_cupy.engines.base import CombineOutput, DispatchOutput, ModalEngine, modes_of
 from deepep_cupy.errors import PlatformError, StateError
 from deepep_cupy.plan.headers import Kind
 
 __all__ = ["Operations"]
+
+_DISPATCH, _COMBINE, _BARRIER = Kind.DISPATCH, Kind.COMBINE, Kind.BARRIER
 
 
 class Operations(Lifecycle):
@@ -170,35 +173,33 @@ class Operations(Lifecycle):
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
         given = DispatchArguments(
-            x=x,
-            handle=handle,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_rank=num_tokens_per_rank,
-            num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
-            num_tokens_per_expert=num_tokens_per_expert,
-            expert_alignment=expert_alignment,
-            own=own,
-            num_worst_tokens=num_worst_tokens,
-            config=config,
-            num_sms=self._num_sms,
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-            dtype=dtype,
-            scales_layout=scales_layout,
-            quantize=quantize,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            do_cpu_sync=do_cpu_sync,
-            do_expand=do_expand,
-            do_zero_padding=do_zero_padding,
-            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+            x,
+            handle,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            num_tokens_per_expert,
+            cumulative_local_expert_recv_stats,
+            previous_event,
+            expert_alignment,
+            own,
+            num_worst_tokens,
+            config,
+            self._num_sms,
+            async_finish,
+            allocate_on_comm_stream,
+            dtype,
+            scales_layout,
+            quantize,
+            round_scale,
+            use_ue8m0,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
         )
-        with self._operation("dispatch", Kind.DISPATCH):
-            call, signature = self._checker.dispatch(given)
-            done = self._engine.dispatch(call)
+        done, signature = self._operate("dispatch", _DISPATCH, self._dispatch, given)
         if handle is None:
             handle = DispatchHandle(done.routing, done.num_recv_tokens_per_expert, signature)
         return DispatchResult(
@@ -209,6 +210,10 @@ class Operations(Lifecycle):
             handle,
             EventOverlap(done.event),
         )
+
+    def _dispatch(self, given: DispatchArguments) -> tuple[DispatchOutput, Signature]:
+        call, signature = self._checker.dispatch(given)
+        return self._engine.dispatch(call), signature
 
     def combine(
         self,
@@ -271,24 +276,26 @@ class Operations(Lifecycle):
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
         given = CombineArguments(
-            x=x,
-            handle=handle,
-            topk_weights=topk_weights,
-            bias=bias,
-            own=own,
-            config=config,
-            num_sms=self._num_sms,
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-            out=out,
-            reduce=reduce,
-            row_weights=row_weights,
+            x,
+            handle,
+            topk_weights,
+            row_weights,
+            bias,
+            out,
+            previous_event,
+            own,
+            config,
+            self._num_sms,
+            async_finish,
+            allocate_on_comm_stream,
+            reduce,
         )
-        with self._operation("combine", Kind.COMBINE):
-            done = self._engine.combine(self._checker.combine(given))
+        done = self._operate("combine", _COMBINE, self._combine, given)
         combined_x = done.combined_x if out is None else out
         return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
+
+    def _combine(self, given: CombineArguments) -> CombineOutput:
+        return self._engine.combine(self._checker.combine(given))
 
     def barrier(self) -> None:
         """Wait until every rank is here.
@@ -302,8 +309,7 @@ class Operations(Lifecycle):
             PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
-        with self._operation("barrier", Kind.BARRIER):
-            self._engine.barrier()
+        self._operate("barrier", _BARRIER, self._engine.barrier)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Make an uninitialised array that ``combine`` reads without a copy.

@@ -1,5 +1,7 @@
 """What the api asks of an engine, and what it gets back.
 
+Calls and outputs are made in every call, and so for speed not frozen; nobody changes one.
+
 Two engines exist: ``engines/host.py`` (NumPy and MPI) and ``engines/cuda.py`` (CuPy and kernels).
 The api has checked shapes, dtypes and sizes before it builds a call; an engine checks what only
 the ranks together can know (headers) and what only the data can tell (values of ``topk_idx``).
@@ -28,7 +30,7 @@ combination of the modes an engine names is possible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from deepep_cupy.plan.headers import Kind, Refusal
@@ -43,6 +45,7 @@ __all__ = [
     "DispatchOutput",
     "Engine",
     "Event",
+    "Form",
     "ModalEngine",
     "Quantization",
     "Reduce",
@@ -75,7 +78,7 @@ class Event(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Streams:
     """Where an operation runs, and who waits for it. The results do not depend on it.
 
@@ -94,6 +97,21 @@ class Streams:
     previous_event: Event | None = None
     async_finish: bool = False
     allocate_on_comm_stream: bool = False
+
+
+_HERE = Streams()
+
+
+@dataclass(eq=False, slots=True)
+class Form:
+    """What calls have in common that differ in nothing but the contents of their arrays and how
+    many rows these have. The api passes one object with all calls of a form.
+
+    Attributes:
+        plan: For the engine, to keep what it has worked out.
+    """
+
+    plan: Any = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -172,7 +190,7 @@ class Routing:
         return self.num_expanded_rows if self.expanded else self.num_recv_tokens
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class DispatchCall:
     """A checked dispatch. Exactly one of topk_idx, is_token_in_rank and routing is given.
 
@@ -204,6 +222,7 @@ class DispatchCall:
             ends well, or ``None``. Never with ``routing``.
         num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
         streams: Where it runs.
+        form: Shared with calls like this one.
     """
 
     x: Array
@@ -221,10 +240,11 @@ class DispatchCall:
     zero_padding: bool = False
     recv_stats: Array | None = None
     num_sms: int | None = None
-    streams: Streams = Streams()
+    streams: Streams = _HERE
+    form: Form = field(default_factory=Form)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class DispatchOutput:
     """What a dispatch produced.
 
@@ -252,7 +272,7 @@ class DispatchOutput:
     event: Event | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class CombineCall:
     """A checked combine.
 
@@ -273,6 +293,7 @@ class CombineCall:
             engine refuses one that shares memory with any other argument.
         num_sms: As in ``DispatchCall``.
         streams: As in ``DispatchCall``.
+        form: As in ``DispatchCall``.
     """
 
     x: Array
@@ -284,10 +305,11 @@ class CombineCall:
     row_weights: Array | None = None
     out: Array | None = None
     num_sms: int | None = None
-    streams: Streams = Streams()
+    streams: Streams = _HERE
+    form: Form = field(default_factory=Form)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class CombineOutput:
     """What a combine produced.
 
@@ -336,6 +358,11 @@ class Engine(Protocol):
         Raises:
             ContractError: Wrong kind of array, wrong device, not contiguous. Carries a refusal.
         """
+        ...
+
+    def glance(self, value: object, strided: bool) -> tuple[tuple[int, ...], Any] | None:
+        """Shape and dtype of a writable array that ``intake`` (``strided``: ``intake_scales``)
+        would return as it is; None: ask there. Cheap."""
         ...
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:

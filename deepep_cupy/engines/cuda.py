@@ -81,6 +81,7 @@ class CudaEngine:
         if choose_device:
             self._device.use()
         self._intake = Intake(self.device, group.rank)
+        self.glance = self._intake.glance
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         arch = 10 * gpu.capability[0] + gpu.capability[1]
         self.loads = self._choose_loads(group, topology, arch)

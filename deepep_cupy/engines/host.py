@@ -127,6 +127,12 @@ class HostEngine:
             return value.view(np.ndarray)
         return self.intake(operation, argument, value)
 
+    def glance(self, value: object, strided: bool) -> tuple[tuple[int, ...], Any] | None:
+        """See ``Engine.glance``."""
+        if type(value) is not np.ndarray or value.dtype.hasobject or not value.flags.writeable:
+            return None
+        return (value.shape, value.dtype) if strided or value.flags.c_contiguous else None
+
     def capture(self) -> HostEvent:
         """See ``ModalEngine.capture``: all work is done when its call returns."""
         return HostEvent()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from deepep_cupy.engines.base import CombineCall, DispatchCall, Streams
@@ -224,7 +224,7 @@ class Core:
 
     def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
         """The arrays of a call that the pool does not keep for the communication stream."""
-        given = list(vars(call).values())
+        given = [getattr(call, each.name) for each in fields(call)]
         if isinstance(call, CombineCall):
             given += call.biases
         arrays = [value for value in given if isinstance(value, self._array)]

@@ -39,7 +39,7 @@ class Intake:
         import cupy
 
         self._cupy: Any = cupy
-        self._array: type = cupy.ndarray
+        self._array: Any = cupy.ndarray
         self._device = device
         self._rank = rank
 
@@ -72,9 +72,17 @@ class Intake:
             )
         return array
 
+    def glance(self, value: Any, strided: bool) -> tuple[tuple[int, ...], Any] | None:
+        """See ``engines.base.Engine.glance``."""
+        if type(value) is not self._array or value.device.id != self._device:
+            return None
+        if strided:
+            return (value.shape, value.dtype) if _is_of_words(value) else None
+        return (value.shape, value.dtype) if value.flags.c_contiguous else None
+
     def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
         """Kernels read whole words: strides count these."""
-        if array.itemsize != 4 or any(stride % 4 for stride in array.strides):
+        if not _is_of_words(array):
             raise self._refused(
                 operation,
                 argument,
@@ -125,6 +133,10 @@ class Intake:
         return ContractError(
             f"{operation}(): argument '{argument}' must be {complaint}, on rank {self._rank}."
         )
+
+
+def _is_of_words(array: Any) -> bool:
+    return array.itemsize == 4 and not any(stride % 4 for stride in array.strides)
 
 
 class _StreamAddress:

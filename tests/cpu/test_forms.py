@@ -1,0 +1,331 @@
+"""A call whose form is known is checked as one that was never seen: same call, or same error."""
+
+import dataclasses
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deepep_cupy.api import contracts, forms
+from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.events import EventOverlap
+from deepep_cupy.api.handle import DispatchHandle, Signature
+from deepep_cupy.api.tuning import Config
+from deepep_cupy.engines.base import ALL_MODES, Routing
+from deepep_cupy.errors import ContractError
+from deepep_cupy.plan.headers import Layout
+from deepep_cupy.plan.spec import BufferSpec
+
+R, M, H, K, E = 2, 8, 256, 3, 6
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+def intake(operation, argument, value):
+    if isinstance(value, Foreign):
+        return value.array
+    if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
+        raise ContractError(f"{operation}(): argument '{argument}' must be an array.")
+    return value
+
+
+def intake_scales(operation, argument, value):
+    return value if isinstance(value, np.ndarray) else intake(operation, argument, value)
+
+
+def glance(value, strided):
+    if type(value) is not np.ndarray or not value.flags.writeable:
+        return None
+    return (value.shape, value.dtype) if strided or value.flags.c_contiguous else None
+
+
+def checker(look=None):
+    spec = BufferSpec(
+        num_ranks=R,
+        rank=1,
+        num_max_tokens_per_rank=M,
+        max_row_bytes=4 * H,
+        num_topk=K,
+        num_experts=E,
+        timeout_s=1.0,
+    )
+    return Checker(spec, 7, intake, ALL_MODES, intake_scales, look)
+
+
+def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
+    nothing = np.zeros(0, np.int32)
+    routing = Routing(
+        num_tokens=tokens,
+        num_recv_tokens=rows,
+        recv_src_idx=nothing,
+        recv_rows_per_rank=nothing,
+        send_row=nothing,
+        birth=1,
+        expanded_row=np.zeros((rows, K), np.int32) if expanded else None,
+        num_expanded_rows=12 if expanded else 0,
+        expert_alignment=alignment,
+    )
+    layout = Layout.TOPK if topk else Layout.MASK
+    return DispatchHandle(routing, [4, 8, 0], Signature(buffer, R, tokens, topk, E, layout))
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+class Past:
+    def wait(self):
+        pass
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+HANDLES = [
+    None,
+    handle(),
+    handle(3, 6),
+    handle(expanded=True),
+    handle(alignment=2),
+    handle(expanded=True, alignment=4),
+    handle(topk=0),
+    handle(buffer=8),
+    "no handle",
+]
+FLAGS = (False, True, 0, 1, np.bool_(True), None)
+DISPATCH = {
+    "x": [
+        *(zeros(t, H, dtype=np.float16) for t in (0, 3, 4, 9)),
+        zeros(4, H, dtype=ml_dtypes.bfloat16),
+        zeros(4, 3 * H, dtype=np.float16),
+        zeros(4, H, dtype=FP8),
+        (zeros(4, H, dtype=FP8), zeros(4, 2)),
+        [zeros(4, H, dtype=FP8), zeros(4, 2)],
+        (zeros(4, H, dtype=FP8), zeros(2, 4).T),
+        (zeros(4, H, dtype=FP8), zeros(4, 1, dtype=np.int32)),
+        (zeros(4, H, dtype=FP8), zeros(3, 2)),
+        (zeros(4, H, dtype=FP8), None),
+        zeros(4, H, 1, dtype=np.float16),
+        zeros(4),
+        zeros(),
+        Foreign(zeros(4, H, dtype=np.float16)),
+        zeros(H, 4, dtype=np.float16).T,
+    ],
+    "handle": HANDLES,
+    "topk_idx": [
+        *(zeros(t, K, dtype=np.int64) for t in (0, 3, 4)),
+        zeros(4, K, dtype=np.int32),
+        zeros(4, K),
+        zeros(4, K - 1, dtype=np.int64),
+        zeros(4, K + 1, dtype=np.int64),
+        zeros(4, dtype=np.int64),
+        Foreign(zeros(4, K, dtype=np.int64)),
+        None,
+    ],
+    "topk_weights": [
+        None,
+        *(zeros(t, K) for t in (3, 4)),
+        zeros(4, K - 1),
+        zeros(4, K, dtype="f8"),
+    ],
+    "is_token_in_rank": [None, zeros(4, R, dtype=bool), zeros(3, R, dtype=bool), zeros(4, R)],
+    "num_tokens_per_rank": [None, zeros(R, dtype=np.int32), zeros(R + 1, dtype=np.int32), zeros(R)],
+    "num_tokens_per_expert": [None, zeros(E, dtype=np.int32), zeros(E, 1, dtype=np.int32)],
+    "cumulative_local_expert_recv_stats": [
+        None,
+        zeros(E // R, dtype=np.int32),
+        zeros(E, dtype=np.int32),
+        read_only(zeros(E // R, dtype=np.int32)),
+    ],
+    "previous_event": [None, EventOverlap(), EventOverlap(Past()), Past()],
+    "expert_alignment": [1, 2, 4, True, 1.0, np.int64(4), 0],
+    "own": [False, True],
+    "num_worst_tokens": [0, 5, 6, M * R, False, 5.0, 17, np.int64(5), [1]],
+    "config": [None, Config(), Config(num_sms=3), 4],
+    "num_sms": [None, 7],
+    "async_finish": FLAGS,
+    "allocate_on_comm_stream": FLAGS,
+    "dtype": [None, "uint16", np.uint16, np.dtype("u1"), "uint8", FP8, "nothing", ["uint8"]],
+    "scales_layout": ["row", "column", "diagonal", 1],
+    "quantize": [None, "fp8_e4m3", "fp4"],
+    "round_scale": FLAGS,
+    "use_ue8m0": FLAGS,
+    "do_cpu_sync": [None, False, True, 0],
+    "do_expand": [None, False, True, 1],
+    "do_zero_padding": FLAGS,
+}
+COMBINE = {
+    "x": [
+        *(zeros(rows, H) for rows in (5, 6, 12)),
+        zeros(5, H, dtype=np.float16),
+        zeros(5, H, dtype=np.int32),
+        zeros(5, H, dtype=FP8),
+        zeros(5, 3),
+        zeros(5),
+        Foreign(zeros(5, H)),
+    ],
+    "handle": HANDLES[1:],
+    "topk_weights": [
+        None,
+        zeros(5, K),
+        zeros(6, K),
+        zeros(12),
+        zeros(5, 2),
+        zeros(5, K, dtype="f8"),
+    ],
+    "row_weights": [None, zeros(12), zeros(5), zeros(12, 1)],
+    "bias": [
+        None,
+        (),
+        (None,),
+        zeros(4, H),
+        [zeros(4, H)],
+        (zeros(4, H), zeros(4, H)),
+        [zeros(4, H)] * 3,
+        zeros(3, H),
+        zeros(4, H, dtype=np.float16),
+        Foreign(zeros(4, H)),
+    ],
+    "out": [None, zeros(4, H), zeros(3, H), zeros(4, H, dtype="f8"), read_only(zeros(4, H))],
+    "previous_event": DISPATCH["previous_event"],
+    "own": [False, True],
+    "config": DISPATCH["config"],
+    "num_sms": [None, 7],
+    "async_finish": FLAGS,
+    "allocate_on_comm_stream": FLAGS,
+    "reduce": ["exact", "per_rank", "least", 2],
+}
+RIGHT = {
+    "dispatch": (
+        {"x": zeros(4, H, dtype=np.float16), "topk_idx": zeros(4, K, dtype=np.int64)},
+        {"x": (zeros(4, H, dtype=FP8), zeros(4, 2)), "topk_idx": zeros(4, K, dtype=np.int32)},
+        {"x": zeros(4, H, dtype=np.float16), "handle": HANDLES[1]},
+        {"x": zeros(4, H, dtype=np.float16), "is_token_in_rank": zeros(4, R, dtype=bool)},
+    ),
+    "combine": (
+        {"x": zeros(5, H), "handle": HANDLES[1]},
+        {"x": zeros(12, H), "handle": HANDLES[3], "row_weights": zeros(12)},
+    ),
+}
+
+
+def outcome(made, operation, arguments):
+    """What is passed on to the engine, or the error."""
+    kind = DispatchArguments if operation == "dispatch" else CombineArguments
+    try:
+        call = getattr(made, operation)(kind(**arguments))
+    except ContractError as error:
+        return str(error), error.refusal
+    call, *signature = call if operation == "dispatch" else (call,)
+    found = {each.name: getattr(call, each.name) for each in dataclasses.fields(call)}
+    del found["form"]
+    found["streams"] = [getattr(call.streams, each) for each in type(call.streams).__slots__]
+    return {name: described(value) for name, value in found.items()}, signature
+
+
+def described(value):
+    """Arrays: these very ones."""
+    if isinstance(value, tuple | list):
+        return type(value), [described(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data, value.shape, value.strides, value.dtype
+    if isinstance(value, Routing | Past):
+        return id(value)
+    return type(value), value
+
+
+def compare(operation, values, rng, rounds, look=glance):
+    """Random calls on a checker that has seen many, and on new ones; how many were right."""
+    warm, right = checker(look), 0
+    for _ in range(rounds):
+        arguments = dict(rng.choice(RIGHT[operation]))
+        for name in rng.sample(sorted(values), rng.choice((0, 1, 1, 2, 3))):
+            arguments[name] = rng.choice(values[name])
+        got, want = (outcome(each, operation, arguments) for each in (warm, checker()))
+        assert got == want, arguments
+        right += isinstance(got[0], dict)
+    return right, warm
+
+
+CASES = {"dispatch": DISPATCH, "combine": COMBINE}
+
+
+@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_known_form_is_judged_as_a_new_one(operation, seed):
+    right, warm = compare(operation, CASES[operation], random.Random(seed), 4000)
+    assert right > 400
+    memo = warm._dispatches if operation == "dispatch" else warm._combines
+    assert 1 < len(memo._forms) <= forms._MOST_FORMS
+
+
+def test_every_argument_is_tried():
+    assert set(DISPATCH) | {"num_tokens_per_rdma_rank"} == set(DispatchArguments._fields)
+    assert set(COMBINE) == set(CombineArguments._fields)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_the_number_of_tokens_makes_no_new_form(tokens, monkeypatch):
+    made = checker(glance)
+    x, idx = zeros(4, H, dtype=np.float16), zeros(4, K, dtype=np.int64)
+    first, _ = made.dispatch(DispatchArguments(x, topk_idx=idx))
+    monkeypatch.setattr(made, "_dispatch", None)
+    x, idx = zeros(tokens, H, dtype=np.float16), zeros(tokens, K, dtype=np.int64)
+    second, signature = made.dispatch(DispatchArguments(x, topk_idx=idx))
+    assert second.form is first.form
+    assert signature.num_tokens == tokens
+
+
+# ------------------------------------------------------------------------------------------------
+# What a key must have in it: with any part left out, some call is judged wrongly.
+
+
+def types(patch):
+    patch.setattr(forms, "map", lambda function, values: (), raising=False)
+
+
+def shapes(patch):
+    def look(value, strided):
+        seen = glance(value, strided)
+        return seen and ((*seen[0][:1], *[1] * (len(seen[0]) - 1)), seen[1])
+
+    return look
+
+
+def dtypes(patch):
+    def look(value, strided):
+        seen = glance(value, strided)
+        return seen and (seen[0], None)
+
+    return look
+
+
+def handles(patch):
+    patch.setattr(forms, "_kind", lambda handle: None)
+
+
+def weights(patch):
+    for name in ("dispatch_key", "combine_key"):
+        right = getattr(contracts, name)
+        patch.setattr(
+            contracts,
+            name,
+            lambda given, *more, f=right: f(given._replace(topk_weights=None), *more),
+        )
+
+
+@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("part", [types, shapes, dtypes, handles, weights])
+def test_every_part_of_a_key_is_needed(part, operation, monkeypatch):
+    look = part(monkeypatch) or glance
+    with pytest.raises(AssertionError):
+        compare(operation, CASES[operation], random.Random(0), 4000, look)
