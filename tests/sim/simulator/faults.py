@@ -62,9 +62,9 @@ NEAR_WRAP = {"epochs": (2**32 - 4, 2**32 - 3, 2**32 - 2)}
 
 PLANTED: tuple[Planted, ...] = (
     Planted(
-        "release weakened to relaxed (a block's last partial word)",
+        "release weakened to relaxed (a block's rows before)",
         ("dispatch",),
-        change(("st_release_gpu_u64(mine", "st_relaxed_gpu_u64(mine")),
+        change(("st_release_gpu_u64(before_slot", "st_relaxed_gpu_u64(before_slot")),
         _focus(DISPATCH),
         "dispatch, several blocks",
     ),
@@ -152,7 +152,7 @@ PLANTED: tuple[Planted, ...] = (
         "dispatch and combine",
     ),
     Planted(
-        "acquire removed (of the blocks' partial words)",
+        "acquire removed (of all blocks' slots)",
         ("dispatch",),
         change(("ld_acquire_gpu_u64(slot);", "")),
         _focus(DISPATCH),

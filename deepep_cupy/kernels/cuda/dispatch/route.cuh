@@ -22,8 +22,7 @@ DEVICE u64* before_slot(const CommParams& c, u32 block) {
 }
 
 // Publishes this block's counts (lane r of each warp: rows for rank r), adds up everybody's, and
-// publishes the sum of those before. From here on this block may read what any block has written
-// into send_row.
+// publishes the sum of those before.
 DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s, u32 rows) {
     if (num_blocks() == 1) {
         if (thread_index() < kNumRanks) s.total[thread_index()] = rows;
@@ -32,13 +31,12 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
         return true;
     }
     u64* mine = partial_slot(c, block_index());
+    // Relaxed: all these words prove themselves by their epoch and speak of nothing else.
     if (thread_index() < kNumRanks) {
         st_relaxed_gpu_u64(mine + thread_index(), stamped(comm.epoch, rows));
     }
     if (thread_index() == 0) {
-        // Release: the block's slots and its additions to the histogram (ordered by the barrier
-        // at the end of the scan) before its last word, which every block acquires.
-        st_release_gpu_u64(mine + kNumRanks, stamped(comm.epoch, s.bad_token));
+        st_relaxed_gpu_u64(mine + kNumRanks, stamped(comm.epoch, s.bad_token));
     }
     bool ok = true;
     u32 words = num_blocks() * (kNumRanks + 1u);
@@ -54,7 +52,6 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
         }
         u32 value = static_cast<u32>(seen);
         if (column == kNumRanks) {
-            ld_acquire_gpu_u64(slot);
             shared_min(&s.bad_of_all, value);
         } else {
             shared_add(&s.total[column], value);
@@ -63,11 +60,32 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
     }
     ok = !block_barrier_or(!ok);
     if (ok && thread_index() < kNumRanks) {
-        // Relaxed: the sum proves itself by its epoch and speaks of nothing else.
-        st_relaxed_gpu_u64(before_slot(c, block_index()) + thread_index(),
+        // Release: the block's slots and its additions to the histogram (ordered by the barrier
+        // at the end of the scan) before this word. Not sooner, so that the counts wait for none
+        // of them.
+        st_release_gpu_u64(before_slot(c, block_index()) + thread_index(),
                            stamped(comm.epoch, s.before[thread_index()]));
     }
     return ok;
+}
+
+// After it this block may read what all blocks have written into send_row and the histogram. The
+// words are there by the time the ranks' headers are.
+DEVICE bool acquire_slots(const CommParams& c, CommShared& comm) {
+    if (num_blocks() == 1) return true;
+    bool ok = true;
+    for (u32 block = thread_index(); block < num_blocks(); block += kNumThreads) {
+        u64* slot = before_slot(c, block);
+        u64 seen = 0;
+        if (!wait_stamped(c, comm, slot, {kPhasePartial, c.rank, stamped(comm.epoch, block)},
+                          seen)) {
+            ok = false;
+            break;
+        }
+        // Acquire, in the lane that polled; the block barrier below passes it on to the block.
+        ld_acquire_gpu_u64(slot);
+    }
+    return !block_barrier_or(!ok);
 }
 
 // ---- the whole routing ----
@@ -129,6 +147,7 @@ DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon
         if (!cached) complete_header(comm, s);
         send_header(c, comm);
     }
+    if (!cached && !acquire_slots(c, comm)) return kFailed;
     if (is_clerk() && d.layout == kLayoutTopk) send_expert_counts(c, comm, d);
 
     Verdict verdict = open_headers(c, comm);
