@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["GridPlan", "access_bytes"]
 
@@ -31,7 +32,7 @@ class GridPlan:
     ranks_on_gpu: int
     wanted: int | None
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The most blocks any operation of this rank launches."""
         fair = max(1, self.num_sms // self.ranks_on_gpu)

@@ -206,7 +206,9 @@ class PoolArrays:
     def __init__(self, region: SymmetricRegion, pool: Pool, device: int) -> None:
         import cupy
 
-        self._cupy: Any = cupy
+        self._ndarray: Any = cupy.ndarray
+        self._memory: Any = cupy.cuda.UnownedMemory
+        self._pointer: Any = cupy.cuda.MemoryPointer
         self._pool = pool
         self._region = region
         self._allocation = region.allocation
@@ -217,14 +219,12 @@ class PoolArrays:
         """A ``MemoryPointer`` to ``block``; the block is given back when the last array made from
         it dies. Once per block."""
         owner: BlockOwner = self._pool.own(block, self._allocation)
-        cuda = self._cupy.cuda
-        memory = cuda.UnownedMemory(self._base + block.offset, block.nbytes, owner, self._device)
-        return cuda.MemoryPointer(memory, 0)
+        memory = self._memory(self._base + block.offset, block.nbytes, owner, self._device)
+        return self._pointer(memory, 0)
 
-    def array(self, pointer: Any, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
+    def array(self, pointer: Any, shape: tuple[int, ...], dtype: Any, offset: int = 0) -> Any:
         """An array ``offset`` bytes behind ``pointer``; any dtype, FP8 included."""
-        memory = pointer + offset if offset else pointer
-        return self._cupy.ndarray(tuple(shape), dtype, memptr=memory)
+        return self._ndarray(shape, dtype, pointer + offset if offset else pointer)
 
     def empty(self, shape: Sequence[int], dtype: Any, stream: Stream, label: str = "") -> Any:
         """A new array in a block of its own."""
@@ -233,7 +233,7 @@ class PoolArrays:
         nbytes = numpy.dtype(dtype).itemsize
         for extent in shape:
             nbytes *= extent
-        return self.array(self.own(self._pool.alloc(nbytes, stream, label)), shape, dtype)
+        return self.array(self.own(self._pool.alloc(nbytes, stream, label)), tuple(shape), dtype)
 
     def find(self, array: Any) -> int | None:
         """Offset in the region of a C-contiguous array that lies wholly in it, else ``None``."""

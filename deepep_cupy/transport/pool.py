@@ -34,6 +34,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deepep_cupy.errors import ContractError, StateError
@@ -106,23 +107,45 @@ class Pool:
             PoolExhaustedError: No room; the message lists who holds what.
             StateError: The pool is closed, or the stream cannot be used at present.
         """
-        wanted = round_up(nbytes)
+        return self.alloc_all(((nbytes, label),), stream)[0]
+
+    def alloc_all(self, wanted: Sequence[tuple[int, str]], stream: Stream) -> list[Block]:
+        """The same for all blocks of one operation: all or none.
+
+        Args:
+            wanted: (bytes, label) of each; the one that will be shrunk comes last.
+            stream: The stream that will use them first.
+        """
+        blocks: list[Block] = []
         with self._guard:
             capture = self._capture_of(stream)
-            self._drain(may_record=not capture)
-            block = self._again(wanted, stream, label, capture)
-            if block is None:
-                block = self._try(wanted, stream, label, capture)
-        if block is None and not capture:
+            if self._queue:
+                self._drain(may_record=not capture)
+            for nbytes, label in wanted:
+                block = self._place(round_up(nbytes), stream, label, capture)
+                if block is None:
+                    break
+                blocks.append(block)
+        try:
+            for nbytes, label in wanted[len(blocks) :]:
+                blocks.append(self._squeezed(nbytes, stream, label, capture))
+        except BaseException:
+            self._queue.extend(blocks)
+            raise
+        return blocks
+
+    def _squeezed(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block:
+        """A block where there seems to be no room."""
+        if not capture:
             # Arrays in reference cycles hold blocks too. Not under the lock: user finalizers run.
             gc.collect()
             with self._guard:
                 self._drain(may_record=True)
-                block = self._try(wanted, stream, label, capture)
-        if block is None:
-            blocks, numbers = self.live(), self.statistics()
-            raise exhausted(self._who, nbytes, label, blocks, numbers, captured=capture != 0)
-        return block
+                block = self._place(round_up(nbytes), stream, label, capture)
+            if block is not None:
+                return block
+        blocks, numbers = self.live(), self.statistics()
+        raise exhausted(self._who, nbytes, label, blocks, numbers, captured=capture != 0)
 
     def own(self, block: Block, keep: object = None) -> BlockOwner:
         """Make the object whose death gives ``block`` back; ``keep`` lives as long as it does."""
@@ -278,15 +301,14 @@ class Pool:
             )
         return capture
 
-    def _again(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
-        """In the place of the last one of its kind."""
-        if capture:
-            return None
-        former = self._resting[nbytes >= self._large].take(nbytes, stream)
-        if former is None:
-            return None
-        self._num_again += 1
-        return self._made(former.offset, nbytes, stream, label)
+    def _place(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
+        """In the place of the last one of its kind, else where there is room."""
+        if not capture:
+            former = self._resting[nbytes >= self._large].take(nbytes, stream)
+            if former is not None:
+                self._num_again += 1
+                return self._made(former.offset, nbytes, stream, label, 0)
+        return self._try(nbytes, stream, label, capture)
 
     def _try(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
         """Where there is room."""
@@ -310,9 +332,7 @@ class Pool:
                 raise
         return self._made(offset, nbytes, stream, label, capture)
 
-    def _made(
-        self, offset: int, nbytes: int, stream: Stream, label: str, capture: int = 0
-    ) -> Block:
+    def _made(self, offset: int, nbytes: int, stream: Stream, label: str, capture: int) -> Block:
         block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
         self._num_allocs += 1
         self._live_bytes += nbytes
@@ -348,8 +368,6 @@ class Pool:
     def _drain(self, *, may_record: bool) -> None:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
         queue = self._queue
-        if not queue:
-            return
         foreign: dict[Stream, Mark] = {}
         while queue:
             block = queue.popleft()
@@ -365,12 +383,12 @@ class Pool:
             else:
                 self._forget(block)
                 self._resting[block.room >= self._large].put(block, self._clock.tick)
-        if may_record:
+        if may_record and foreign:
             # Another stream than the block's own will be waited for sooner or later; an event
             # recorded now leaves out the work that it is given next.
             self._clock.record_all(foreign.values())
-            if len(self._free) > self._compact_at:
-                self._compact()
+        if may_record and len(self._free) > self._compact_at:
+            self._compact()
 
     def _forget(self, block: Block) -> None:
         block.retired = True

@@ -429,10 +429,8 @@ def rests_under_a_wrong_size(patch):
 
 
 def rests_in_graphs(patch):
-    right = Pool._again
-    patch.setattr(
-        Pool, "_again", lambda self, n, stream, label, _: right(self, n, stream, label, 0)
-    )
+    right = Pool._place
+    patch.setattr(Pool, "_place", lambda self, *args: right(self, *args[:-1], 0))
 
 
 def rests_with_its_other_users(patch):

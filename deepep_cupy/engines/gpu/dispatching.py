@@ -10,6 +10,7 @@ A cached call has neither indices. ``dispatch/deliver.cuh`` knows where the scal
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from deepep_cupy.engines.base import DispatchCall, DispatchOutput, Routing
@@ -20,7 +21,7 @@ from deepep_cupy.engines.gpu.received import CudaRouting, Received, addresses_of
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag
-from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.plan.launch import GridPlan, access_bytes
 from deepep_cupy.plan.layout import align
 from deepep_cupy.plan.local import local_blocks
 from deepep_cupy.transport.block import Block
@@ -29,9 +30,7 @@ __all__ = ["Dispatcher"]
 
 _NARROW = (4, 1)
 """Access widths where rows or bases are no multiple of 16 bytes."""
-_EXPANDED = int(LayoutFlag.EXPANDED)
-_ACCESS = 27
-"""Number of the field ``access_bytes`` of ``DispatchCommon``."""
+_DISPATCH = Kind.DISPATCH
 _NOT_IN_GRAPHS = (
     "dispatch(): the host must wait for the counts, which is not possible while a graph is being "
     "captured; give num_worst_tokens or do_cpu_sync=False, or capture calls with a handle instead."
@@ -52,12 +51,42 @@ class _Meta:
         self.nbytes = self.scales_at + 4 * capacity * scales
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What dispatches of one form have in common.
+
+    Attributes:
+        row_bytes: Without scales.
+        topk: K of the arrays that are given.
+        num_scales: S.
+        local: El with choices, else 0.
+        capacity: C of a new route; of a cached one its handle knows.
+        parts: Of the meta block of a new route.
+        access: The widest access that ``row_bytes`` allows.
+        sizes: Fields ``num_topk`` to ``num_scales`` of ``DispatchCommon``.
+        kinds: Fields ``dtype`` to ``layout_flags``.
+        grids: Blocks.
+    """
+
+    row_bytes: int
+    topk: int
+    num_scales: int
+    local: int
+    capacity: int
+    parts: _Meta
+    access: int
+    sizes: tuple[int, ...]
+    kinds: tuple[int, ...]
+    grids: GridPlan
+
+
 class Dispatcher:
     """Runs dispatches on a ``Core``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._experts = core.spec.num_experts or 0
+        self._float32: Any = core.cupy.float32
+        self._int32: Any = core.cupy.int32
 
     def run(self, call: DispatchCall) -> DispatchOutput:
         """See ``engines.base.Engine.dispatch``. On the engine's device, which is current."""
@@ -68,114 +97,136 @@ class Dispatcher:
                 if not turn.plain:
                     turn.keep(call)
                 call = quantize(core, call, turn)
+            plan: _Plan | None = call.form.plan
+            if plan is None:
+                plan = call.form.plan = self._plan(call)
             if call.routing is not None:
-                return self._cached(call, call.routing, turn)
-            return self._new(call, turn)
+                return self._cached(call, plan, call.routing, turn)
+            return self._new(call, plan, turn)
         except BaseException:
             core.settle_failed(turn, call)
             raise
         finally:
             core.end(turn)
 
-    # ------------------------------------------------------------------------------ new routes
-
-    def _new(self, call: DispatchCall, turn: Turn) -> DispatchOutput:
+    def _plan(self, call: DispatchCall) -> _Plan:
         core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
-        ranks, capacity = core.spec.num_ranks, call.num_worst_tokens
-        if capacity is None:
-            if turn.capture != 0:
-                raise ContractError(_NOT_IN_GRAPHS)
-            capacity = core.spec.max_recv_tokens
-        tokens, row_bytes = len(x), x.shape[1] * x.itemsize
+        spec, weights = core.spec, call.topk_weights
+        layout, capacity, alignment = Layout.CACHED, 0, 1
+        if call.routing is None:
+            layout = Layout.MASK if topk_idx is None else Layout.TOPK
+            worst, alignment = call.num_worst_tokens, call.expert_alignment
+            capacity = spec.max_recv_tokens if worst is None else worst
         topk = index_bytes = experts = local = 0
         if topk_idx is not None:
-            topk, index_bytes, experts = topk_idx.shape[1], topk_idx.itemsize, self._experts
-            local = experts // ranks
-        weights, num_scales = (
-            call.topk_weights is not None,
-            0 if scales is None else scales.shape[1],
+            topk, index_bytes = topk_idx.shape[1], topk_idx.itemsize
+            experts, local = spec.num_experts or 0, spec.num_local_experts
+        elif weights is not None:
+            topk = weights.shape[1]
+        row_bytes, num_scales = x.shape[1] * x.itemsize, 0 if scales is None else scales.shape[1]
+        has_weights = weights is not None
+        return _Plan(
+            row_bytes=row_bytes,
+            topk=topk,
+            num_scales=num_scales,
+            local=local,
+            capacity=capacity,
+            parts=_Meta(capacity, capacity, topk, has_weights, index_bytes, num_scales),
+            access=access_bytes(row_bytes, (), _NARROW),
+            sizes=(
+                *(topk, has_weights, index_bytes),
+                *(experts, local or 1, local, core.control.experts, alignment),
+                *(row_bytes, num_scales),
+            ),
+            kinds=(
+                dtype_code_of(x.dtype, scales),
+                int(layout),
+                int(LayoutFlag.EXPANDED) if call.expand else 0,
+            ),
+            grids=core.grid_plan(call.num_sms),
         )
-        parts = _Meta(capacity, capacity, topk, weights, index_bytes, num_scales)
+
+    # ------------------------------------------------------------------------------ new routes
+
+    def _new(self, call: DispatchCall, plan: _Plan, turn: Turn) -> DispatchOutput:
+        core, tokens, local, parts = self._core, len(call.x), plan.local, plan.parts
+        ranks, capacity = core.spec.num_ranks, plan.capacity
+        waits = call.num_worst_tokens is None
+        if waits and turn.capture != 0:
+            raise ContractError(_NOT_IN_GRAPHS)
         blocks = turn.alloc(
-            (parts.nbytes, "indices of dispatch()"), (capacity * row_bytes, "recv_x of dispatch()")
+            (parts.nbytes, "indices of dispatch()"),
+            (capacity * plan.row_bytes, "recv_x of dispatch()"),
         )
-        meta, rows = (block.offset // OFFSET_UNIT for block in blocks)
-        words = self._words(turn, tokens * ranks + 2 * (ranks + local) + 1)
+        meta, rows = blocks[0].offset // OFFSET_UNIT, blocks[1].offset // OFFSET_UNIT
+        words = turn.empty((tokens * ranks + 2 * (ranks + local) + 1,), self._int32)
         send_row = words.data.ptr
         counts = send_row + 4 * tokens * ranks
         per_expert = counts + 8 * ranks
         self._launch(
             turn,
             call,
+            plan,
             blocks,
-            *_inputs(call),
-            *(send_row, counts, counts + 4 * ranks),
-            *(per_expert if local else 0, per_expert + 4 * local, address(call.recv_stats)),
-            *(per_expert + 8 * local, 0, 0),
-            *(tokens, topk, weights, index_bytes),
-            *(experts, local or 1, local, core.control.experts, call.expert_alignment),
-            *_row_fields(call, row_bytes, num_scales),
-            Layout.MASK if topk_idx is None else Layout.TOPK,
-            _EXPANDED if call.expand else 0,
-            call.num_worst_tokens is not None,
-            *(capacity, rows, meta),
-            meta + parts.weights_at // OFFSET_UNIT,
-            meta + parts.index_at // OFFSET_UNIT,
+            (
+                *(send_row, counts, counts + 4 * ranks),
+                *(per_expert if local else 0, per_expert + 4 * local, address(call.recv_stats)),
+                *(per_expert + 8 * local, 0, 0),
+            ),
+            not waits,
+            capacity,
+            (
+                *(rows, meta, meta + parts.weights_at // OFFSET_UNIT),
+                meta + parts.index_at // OFFSET_UNIT,
+            ),
         )
         told = None
-        if call.num_worst_tokens is None:
+        if waits:
             told = core.wait_counts(ranks + local, turn.stream, (blocks[0], blocks[1]))
         else:
             core.news.at_risk(*blocks)
-        return self._received(call, turn, words, blocks, parts, local, told)
-
-    def _words(self, turn: Turn, number: int) -> Any:
-        if turn.plain:
-            return self._core.cupy.empty(number, self._core.cupy.int32)
-        return turn.empty((number,), self._core.cupy.int32)
+        return self._received(call, plan, turn, words, blocks, told)
 
     def _received(
         self,
         call: DispatchCall,
+        plan: _Plan,
         turn: Turn,
         words: Any,
         blocks: list[Block],
-        parts: _Meta,
-        local: int,
         told: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``told``: rows per rank and per expert."""
         core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
-        array, ranks, hidden = core.arrays.array, core.spec.num_ranks, x.shape[1]
+        arrays, ranks, parts, topk = core.arrays, core.spec.num_ranks, plan.parts, plan.topk
         meta, rows = blocks
-        if told is None:
-            number = call.num_worst_tokens or 0
-        else:
-            number = sum(told[:ranks])
-            core.pool.shrink(rows, number * hidden * x.itemsize)
+        number, per_rank = plan.capacity, None
+        if told is not None:
+            per_rank = tuple(told[:ranks])
+            number = sum(per_rank)
+            core.pool.shrink(rows, number * plan.row_bytes)
             if scales is not None:
-                core.pool.shrink(meta, parts.scales_at + 4 * number * scales.shape[1])
-        at = core.arrays.own(meta)
-        recv_x = array(core.arrays.own(rows), (number, hidden), x.dtype)
+                core.pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
+        array, at = arrays.array, arrays.own(meta)
+        recv_x = array(arrays.own(rows), (number, x.shape[1]), x.dtype)
         recv_idx = recv_weights = recv_scales = None
         if topk_idx is not None:
-            topk = topk_idx.shape[1]
             recv_idx = array(at, (number, topk), topk_idx.dtype, parts.index_at)
             if call.topk_weights is not None:
-                recv_weights = array(at, (number, topk), core.cupy.float32, parts.weights_at)
+                recv_weights = array(at, (number, topk), self._float32, parts.weights_at)
         if scales is not None:
-            shape = (number, scales.shape[1])
-            recv_scales = array(at, shape, scales.dtype, parts.scales_at)
+            recv_scales = array(at, (number, plan.num_scales), scales.dtype, parts.scales_at)
         routing = CudaRouting.made_of(
             num_tokens=len(x),
             num_recv_tokens=number,
             waited=told is not None,
             expert_alignment=call.expert_alignment,
-            host_rows_per_rank=None if told is None else tuple(told[:ranks]),
+            host_rows_per_rank=per_rank,
             _words=words,
             _num_ranks=ranks,
-            _num_experts=local,
-            _source_indices=lambda: array(at, (number,), core.cupy.int32),
+            _num_experts=plan.local,
+            _arrays=arrays,
+            _meta=at,
         )
         counts = None if told is None else told[ranks:]
         return self._output(
@@ -184,57 +235,86 @@ class Dispatcher:
 
     # --------------------------------------------------------------------------- cached routes
 
-    def _cached(self, call: DispatchCall, routing: Routing, turn: Turn) -> DispatchOutput:
+    def _cached(
+        self, call: DispatchCall, plan: _Plan, routing: Routing, turn: Turn
+    ) -> DispatchOutput:
         core, x, weights, scales = self._core, call.x, call.topk_weights, call.scales
-        known, number = addresses_of(routing), routing.num_recv_tokens
-        row_bytes, topk = x.shape[1] * x.itemsize, 0 if weights is None else weights.shape[1]
-        num_scales = 0 if scales is None else scales.shape[1]
-        parts = _Meta(number, 0, topk, weights is not None, 0, num_scales)
-        wanted = [(number * row_bytes, "recv_x of dispatch()")]
-        if weights is not None or scales is not None:
-            wanted.append((parts.nbytes, "weights of dispatch()"))
-        blocks = turn.alloc(*wanted)
-        rows, meta = blocks[0], blocks[-1]
+        known, number, arrays = addresses_of(routing), routing.num_recv_tokens, core.arrays
+        row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
+        if weights is None and scales is None:
+            blocks = turn.alloc((row_bytes, label))
+            scales_at = 0
+        else:
+            parts = _Meta(number, 0, plan.topk, weights is not None, 0, plan.num_scales)
+            blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
+            scales_at = parts.scales_at
+        rows, meta = blocks[0].offset // OFFSET_UNIT, blocks[-1].offset // OFFSET_UNIT
         self._launch(
             turn,
             call,
+            plan,
             blocks,
-            *_inputs(call),
-            *(known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
-            *(len(x), topk, weights is not None, 0),
-            *(0, 1, 0, core.control.experts, 1),
-            *_row_fields(call, row_bytes, num_scales),
-            Layout.CACHED,
-            _EXPANDED if call.expand else 0,
+            (known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
             not routing.waited,
             number,
-            rows.offset // OFFSET_UNIT,
-            meta.offset // OFFSET_UNIT,
-            meta.offset // OFFSET_UNIT,
-            (meta.offset + parts.index_at) // OFFSET_UNIT,
+            (rows, meta, meta, meta + scales_at // OFFSET_UNIT),
         )
         core.news.at_risk(*blocks)
-        array, own = core.arrays.array, core.arrays.own
-        recv_x = array(own(rows), (number, x.shape[1]), x.dtype)
+        recv_x = arrays.array(arrays.own(blocks[0]), (number, x.shape[1]), x.dtype)
         recv_weights = recv_scales = None
-        if meta is not rows:
-            at = own(meta)
+        if len(blocks) > 1:
+            at = arrays.own(blocks[1])
             if weights is not None:
-                recv_weights = array(at, (number, topk), core.cupy.float32)
+                recv_weights = arrays.array(at, (number, plan.topk), self._float32)
             if scales is not None:
-                recv_scales = array(at, (number, num_scales), scales.dtype, parts.scales_at)
+                shape = number, plan.num_scales
+                recv_scales = arrays.array(at, shape, scales.dtype, scales_at)
         return self._output(call, turn, recv_x, None, recv_weights, recv_scales, routing, None)
 
     # ------------------------------------------------------------------------------ both kinds
 
-    def _launch(self, turn: Turn, call: DispatchCall, blocks: list[Block], *fields: int) -> None:
-        """Launch with the fields of ``DispatchCommon`` in their order."""
-        core = self._core
-        name = "dispatch_bulk" if fields[_ACCESS] == 16 and core.bulk else "dispatch"
+    def _launch(
+        self,
+        turn: Turn,
+        call: DispatchCall,
+        plan: _Plan,
+        blocks: list[Block],
+        known: tuple[int, ...],
+        no_wait: bool,
+        capacity: int,
+        offsets: tuple[int, int, int, int],
+    ) -> None:
+        """Launch. Here alone the fields of ``DispatchCommon`` stand in their order.
+
+        Args:
+            turn: Of the operation.
+            call: The call.
+            plan: Its plan.
+            blocks: Given back if that fails.
+            known: Fields ``send_row`` to ``real_rows``.
+            no_wait: The host learns no count.
+            capacity: Rows that the receive block holds.
+            offsets: Fields ``rows_offset`` to ``index_offset``.
+        """
+        core, x, scales, access = self._core, call.x, call.scales, plan.access
+        source, tokens = x.data.ptr, len(x)
+        if source % access:
+            access = access_bytes(plan.row_bytes, (source,), _NARROW)
+        where = (0, 0, 0)
+        if scales is not None:
+            by_token, by_scale = scales.strides
+            where = (scales.data.ptr, by_token // 4, by_scale // 4)
+        name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
         try:
-            grid = core.grid_plan(call.num_sms).dispatch(len(call.x))
-            launch = core.kernels.get(name, grid, Kind.DISPATCH)
-            launch.operation(*fields)
+            launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
+            launch.operation(
+                *(source, address(call.topk_idx), address(call.topk_weights)),
+                *(address(call.is_token_in_rank), *where, *known, tokens),
+                *plan.sizes,
+                access,
+                *plan.kinds,
+                *(no_wait, capacity, *offsets),
+            )
             launch(core.serial, turn.stream.ptr)
         except BaseException:
             core.give_back(blocks)
@@ -304,25 +384,3 @@ class Dispatcher:
             launch.operation(scales.data.ptr, made.data.ptr, real, number, columns)
             launch(turn.stream.ptr)
         return made.T
-
-
-def _inputs(call: DispatchCall) -> tuple[int, ...]:
-    """The first fields of ``DispatchCommon``: what is sent."""
-    scales = call.scales
-    if scales is None:
-        where = (0, 0, 0)
-    else:
-        where = (scales.data.ptr, scales.strides[0] // 4, scales.strides[1] // 4)
-    return (
-        call.x.data.ptr,
-        address(call.topk_idx),
-        address(call.topk_weights),
-        address(call.is_token_in_rank),
-        *where,
-    )
-
-
-def _row_fields(call: DispatchCall, row_bytes: int, num_scales: int) -> tuple[int, ...]:
-    x = call.x
-    access = access_bytes(row_bytes, (x.data.ptr,), _NARROW)
-    return row_bytes, num_scales, access, dtype_code_of(x.dtype, call.scales)

@@ -16,12 +16,15 @@ current stream then.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from deepep_cupy.engines.gpu.dlpack import take_dlpack
 from deepep_cupy.errors import ContractError
 
 __all__ = ["Intake"]
+
+_CONTIGUOUS = "flags.c_contiguous"
 
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _DLPACK_CUDA = (2, 13)  # device types: CUDA memory, managed memory
@@ -42,6 +45,9 @@ class Intake:
         self._array: Any = cupy.ndarray
         self._device = device
         self._rank = rank
+        # CuPy makes an object of its flags for every question, which takes longer than the rest.
+        contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
+        self._look = attrgetter("data.device_id", contiguous, "shape", "dtype")
 
     def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
         """See ``engines.base.Engine.intake``.
@@ -74,11 +80,12 @@ class Intake:
 
     def glance(self, value: Any, strided: bool) -> tuple[tuple[int, ...], Any] | None:
         """See ``engines.base.Engine.glance``."""
-        if type(value) is not self._array or value.device.id != self._device:
+        if type(value) is not self._array:
             return None
-        if strided:
-            return (value.shape, value.dtype) if _is_of_words(value) else None
-        return (value.shape, value.dtype) if value.flags.c_contiguous else None
+        device, contiguous, shape, dtype = self._look(value)
+        if device != self._device or not (_is_of_words(value) if strided else contiguous):
+            return None
+        return shape, dtype
 
     def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
         """Kernels read whole words: strides count these."""

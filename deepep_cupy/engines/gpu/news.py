@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NoReturn
 
 from deepep_cupy.engines.gpu.report import FAILED, Record, Report
@@ -46,7 +47,7 @@ class News:
         self._own: set[int] = set()
         self._refused: list[Record] = []
         self._failed: Record | None = None
-        self._risky: list[Block] = []
+        self._risky: deque[Block] = deque(maxlen=_BLOCKS_AT_RISK)
 
     def own_refusal(self, serial: int) -> None:
         """The caller raises the refusal of this launch by itself."""
@@ -54,7 +55,7 @@ class News:
 
     def at_risk(self, *blocks: Block) -> None:
         """Remember blocks of the newest operation: late peers may write into them if it fails."""
-        self._risky = [*self._risky[len(blocks) - _BLOCKS_AT_RISK :], *blocks]
+        self._risky.extend(blocks)
 
     def clear(self) -> None:
         """Forget everything, after a reset."""
@@ -73,6 +74,8 @@ class News:
             serial: Only the refusal of this launch; older ones wait for the next call.
         """
         report = self._report
+        if report.is_quiet and self._failed is None and not self._refused:
+            return
         if report.has_news:
             for record in report.take():
                 if record.verdict == FAILED:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from deepep_cupy.engines.base import DispatchCall, Routing
+from deepep_cupy.transport.cuda_ipc import PoolArrays
 
 __all__ = ["Addresses", "CudaRouting", "Received", "addresses_of"]
+
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,14 @@ class CudaRouting(Routing):
     _words: Any
     _num_ranks: int
     _num_experts: int
-    _source_indices: Callable[[], Any]
+    _arrays: PoolArrays
+    _meta: Any
 
     @classmethod
     def made_of(cls, **values: Any) -> CudaRouting:
         """Make one of fields of ``Routing`` and of what stands in for the arrays: ``_words``,
-        ``_num_ranks``, ``_num_experts`` (El, 0 without choices) and ``_source_indices``."""
+        ``_num_ranks``, ``_num_experts`` (El, 0 without choices), and ``_arrays`` and ``_meta``
+        (where the block begins)."""
         routing = object.__new__(cls)
         routing.__dict__.update(values)
         return routing
@@ -86,7 +93,7 @@ class CudaRouting(Routing):
             r.num_tokens, r._num_ranks
         )
     )
-    recv_src_idx: Any = _Part(lambda r: r._source_indices())
+    recv_src_idx: Any = _Part(lambda r: r._arrays.array(r._meta, (r.num_recv_tokens,), _INT32))
     recv_rows_per_rank: Any = _Part(lambda r: r._slice(0, r._num_ranks))
     psum_recv_rows: Any = _Part(lambda r: r._slice(r._num_ranks, r._num_ranks))
     expert_counts: Any = _Part(

@@ -73,9 +73,9 @@ class Report:
         self.words[:] = 0
         self._view: Any = memoryview(self.words)  # type: ignore[arg-type]  # cheaper to index
         self._seen = 0
-        first = layout.rows
-        self._counts = self.words[first : layout.num_words]
-        self._first_count = first
+        self._busy = layout.busy
+        halves = self._view.cast("B").cast("I")[2 * layout.rows :]
+        self._numbers, self._stamps = halves[::2], halves[1::2]
 
     @property
     def address(self) -> int:
@@ -86,15 +86,21 @@ class Report:
 
     def counts(self, serial: int, number: int) -> list[int] | None:
         """The first ``number`` counts of launch ``serial``, or None while some are missing."""
-        if self._view[self._first_count] >> 32 != serial:
+        if self._stamps[0] != serial:
             return None
-        words = self._counts[:number]
-        if not ((words >> np.uint64(32)) == serial).all():
+        # A word is written at once, and once a launch: first its stamp, then what it says.
+        if self._stamps[:number].tolist().count(serial) != number:
             return None
-        counts: list[int] = (words & np.uint64(0xFFFFFFFF)).tolist()
+        counts: list[int] = self._numbers[:number].tolist()
         return counts
 
     # ------------------------------------------------------------------------------ failures
+
+    @property
+    def is_quiet(self) -> bool:
+        """True when there are no news, and no launch found the Buffer busy."""
+        view = self._view
+        return bool(view[0] == self._seen and not view[self._busy])
 
     @property
     def has_news(self) -> bool:
@@ -104,7 +110,7 @@ class Report:
     @property
     def busy_serial(self) -> int:
         """Serial of a launch that found the Buffer busy; 0: none did."""
-        return int(self._view[self._layout.busy])
+        return int(self._view[self._busy])
 
     def take(self) -> list[Record]:
         """The records written since the last call, oldest first; at most ``NUM_RECORDS``."""

@@ -200,16 +200,11 @@ class Turn:
         Args:
             wanted: (bytes, label) of each.
         """
-        core, blocks = self._core, []
-        try:
-            for nbytes, label in wanted:
-                blocks.append(core.pool.alloc(nbytes, self.stream, label))
-        except BaseException:
-            core.give_back(blocks)
-            raise
+        pool = self._core.pool
+        blocks = pool.alloc_all(wanted, self.stream)
         if self.current is not self.stream:
             for block in blocks:
-                core.pool.record_stream(block, self.current)
+                pool.record_stream(block, self.current)
             self._outputs += blocks
         return blocks
 
