@@ -201,6 +201,9 @@ class PoolArrays:
         region: The memory.
         pool: Offsets of this pool are offsets in ``region``.
         device: CUDA ordinal the region lies on.
+
+    Attributes:
+        base: Address of offset 0.
     """
 
     def __init__(self, region: SymmetricRegion, pool: Pool, device: int) -> None:
@@ -212,14 +215,14 @@ class PoolArrays:
         self._pool = pool
         self._region = region
         self._allocation = region.allocation
-        self._base = region.base
+        self.base = region.base
         self._device = device
 
     def own(self, block: Block) -> Any:
         """A ``MemoryPointer`` to ``block``; the block is given back when the last array made from
         it dies. Once per block."""
         owner: BlockOwner = self._pool.own(block, self._allocation)
-        memory = self._memory(self._base + block.offset, block.nbytes, owner, self._device)
+        memory = self._memory(self.base + block.offset, block.nbytes, owner, self._device)
         return self._pointer(memory, 0)
 
     def array(self, pointer: Any, shape: tuple[int, ...], dtype: Any, offset: int = 0) -> Any:

@@ -250,9 +250,10 @@ class Core:
 
     # --------------------------------------------------------------------------------- waits
 
-    def wait_counts(self, number: int, stream: Any, blocks: tuple[Block, ...]) -> list[int]:
+    def wait_counts(self, number: int, stream: Any, blocks: list[Block]) -> list[int]:
         """Wait until the operation just launched has told its counts. The stream may be busy for
-        long with what was queued before, so that the wait ends when the stream does."""
+        long with what was queued before, so that the wait ends when the stream does. Where that
+        fails, the blocks are given back, whoever owns them."""
         serial, counts_of, report = self.serial, self.report.counts, self.report
         polls, end = 0, None
         try:

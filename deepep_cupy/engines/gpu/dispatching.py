@@ -3,9 +3,10 @@
 What comes beside the rows lies in one block, the *meta* block, each part at a multiple of
 ``OFFSET_UNIT`` (C is the capacity, R * M tokens or ``num_worst_tokens``)::
 
-    source indices [C] | weights [C, K] | topk_idx [C, K] | scales [C, S]
+    words | source indices [C] | weights [C, K] | topk_idx [C, K] | scales [C, S]
 
-A cached call has neither indices. ``dispatch/deliver.cuh`` knows where the scales begin.
+The words are the handle's (``received.Addresses``), and written by this rank alone. A cached call
+has neither them nor indices. ``dispatch/deliver.cuh`` knows where the scales begin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from deepep_cupy.engines.base import DispatchCall, DispatchOutput, Routing
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
 from deepep_cupy.engines.gpu.expanding import expand
 from deepep_cupy.engines.gpu.quantizing import quantize
-from deepep_cupy.engines.gpu.received import CudaRouting, Received, addresses_of
+from deepep_cupy.engines.gpu.received import (
+    FLOAT32,
+    Addresses,
+    CudaRouting,
+    Received,
+    addresses_of,
+    num_words,
+)
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag
@@ -40,12 +48,20 @@ _NOT_IN_GRAPHS = (
 class _Meta:
     """Where the parts of a meta block begin, bytes."""
 
-    __slots__ = ("index_at", "nbytes", "scales_at", "weights_at")
+    __slots__ = ("index_at", "nbytes", "scales_at", "sources_at", "weights_at")
 
     def __init__(
-        self, capacity: int, sources: int, topk: int, weights: bool, index_bytes: int, scales: int
+        self,
+        words: int,
+        sources: int,
+        capacity: int,
+        topk: int,
+        weights: bool,
+        index_bytes: int,
+        scales: int,
     ) -> None:
-        self.weights_at = align(4 * sources, OFFSET_UNIT)
+        self.sources_at = align(4 * words, OFFSET_UNIT)
+        self.weights_at = self.sources_at + align(4 * sources, OFFSET_UNIT)
         self.index_at = self.weights_at + align(4 * capacity * topk * weights, OFFSET_UNIT)
         self.scales_at = self.index_at + align(capacity * topk * index_bytes, OFFSET_UNIT)
         self.nbytes = self.scales_at + 4 * capacity * scales
@@ -85,8 +101,7 @@ class Dispatcher:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._float32: Any = core.cupy.float32
-        self._int32: Any = core.cupy.int32
+        self._ranks = core.spec.num_ranks
 
     def run(self, call: DispatchCall) -> DispatchOutput:
         """See ``engines.base.Engine.dispatch``. On the engine's device, which is current."""
@@ -112,17 +127,18 @@ class Dispatcher:
     def _plan(self, call: DispatchCall) -> _Plan:
         core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
         spec, weights = core.spec, call.topk_weights
-        layout, capacity, alignment = Layout.CACHED, 0, 1
-        if call.routing is None:
-            layout = Layout.MASK if topk_idx is None else Layout.TOPK
-            worst, alignment = call.num_worst_tokens, call.expert_alignment
-            capacity = spec.max_recv_tokens if worst is None else worst
         topk = index_bytes = experts = local = 0
         if topk_idx is not None:
             topk, index_bytes = topk_idx.shape[1], topk_idx.itemsize
             experts, local = spec.num_experts or 0, spec.num_local_experts
         elif weights is not None:
             topk = weights.shape[1]
+        layout, capacity, words, alignment = Layout.CACHED, 0, 0, 1
+        if call.routing is None:
+            layout = Layout.MASK if topk_idx is None else Layout.TOPK
+            worst, alignment = call.num_worst_tokens, call.expert_alignment
+            capacity = spec.max_recv_tokens if worst is None else worst
+            words = num_words(spec.num_max_tokens_per_rank, spec.num_ranks, local)
         row_bytes, num_scales = x.shape[1] * x.itemsize, 0 if scales is None else scales.shape[1]
         has_weights = weights is not None
         return _Plan(
@@ -131,7 +147,7 @@ class Dispatcher:
             num_scales=num_scales,
             local=local,
             capacity=capacity,
-            parts=_Meta(capacity, capacity, topk, has_weights, index_bytes, num_scales),
+            parts=_Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales),
             access=access_bytes(row_bytes, (), _NARROW),
             sizes=(
                 *(topk, has_weights, index_bytes),
@@ -149,71 +165,68 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ new routes
 
     def _new(self, call: DispatchCall, plan: _Plan, turn: Turn) -> DispatchOutput:
-        core, tokens, local, parts = self._core, len(call.x), plan.local, plan.parts
-        ranks, capacity = core.spec.num_ranks, plan.capacity
+        core, ranks, local, parts = self._core, self._ranks, plan.local, plan.parts
         waits = call.num_worst_tokens is None
         if waits and turn.capture != 0:
             raise ContractError(_NOT_IN_GRAPHS)
         blocks = turn.alloc(
             (parts.nbytes, "indices of dispatch()"),
-            (capacity * plan.row_bytes, "recv_x of dispatch()"),
+            (plan.capacity * plan.row_bytes, "recv_x of dispatch()"),
         )
-        meta, rows = blocks[0].offset // OFFSET_UNIT, blocks[1].offset // OFFSET_UNIT
-        words = turn.empty((tokens * ranks + 2 * (ranks + local) + 1,), self._int32)
-        send_row = words.data.ptr
-        counts = send_row + 4 * tokens * ranks
-        per_expert = counts + 8 * ranks
+        meta, rows = blocks
+        at = meta.offset
+        words = Addresses(core.arrays.base + at, len(call.x), ranks, local, waited=waits)
         self._launch(
             turn,
             call,
             plan,
             blocks,
             (
-                *(send_row, counts, counts + 4 * ranks),
-                *(per_expert if local else 0, per_expert + 4 * local, address(call.recv_stats)),
-                *(per_expert + 8 * local, 0, 0),
+                *(words.send_row, words.rows_per_rank, words.psum_recv_rows),
+                *(words.expert_counts if local else 0, words.psum_expert_rows),
+                *(address(call.recv_stats), words.birth, 0, 0),
             ),
             not waits,
-            capacity,
-            (
-                *(rows, meta, meta + parts.weights_at // OFFSET_UNIT),
-                meta + parts.index_at // OFFSET_UNIT,
-            ),
+            plan.capacity,
+            (rows.offset, at + parts.sources_at, at + parts.weights_at, at + parts.index_at),
         )
+        # What can be done before the counts come costs a host that waits for them nothing.
+        own = core.arrays.own
+        pointers = own(meta), own(rows)
         told = None
         if waits:
-            told = core.wait_counts(ranks + local, turn.stream, (blocks[0], blocks[1]))
+            told = core.wait_counts(ranks + local, turn.stream, blocks)
         else:
             core.news.at_risk(*blocks)
-        return self._received(call, plan, turn, words, blocks, told)
+        return self._received(call, plan, turn, words, blocks, pointers, told)
 
     def _received(
         self,
         call: DispatchCall,
         plan: _Plan,
         turn: Turn,
-        words: Any,
+        words: Addresses,
         blocks: list[Block],
+        pointers: tuple[Any, Any],
         told: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``told``: rows per rank and per expert."""
         core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
-        arrays, ranks, parts, topk = core.arrays, core.spec.num_ranks, plan.parts, plan.topk
-        meta, rows = blocks
-        number, per_rank = plan.capacity, None
+        arrays, parts, topk, (at, at_rows) = core.arrays, plan.parts, plan.topk, pointers
+        number, per_rank, counts = plan.capacity, None, None
         if told is not None:
-            per_rank = tuple(told[:ranks])
+            per_rank, counts = tuple(told[: self._ranks]), told[self._ranks :]
             number = sum(per_rank)
-            core.pool.shrink(rows, number * plan.row_bytes)
+            core.pool.shrink(blocks[1], number * plan.row_bytes)
             if scales is not None:
-                core.pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
-        array, at = arrays.array, arrays.own(meta)
-        recv_x = array(arrays.own(rows), (number, x.shape[1]), x.dtype)
+                core.pool.shrink(blocks[0], parts.scales_at + 4 * number * plan.num_scales)
+        array = arrays.array
+        recv_x = array(at_rows, (number, x.shape[1]), x.dtype)
         recv_idx = recv_weights = recv_scales = None
         if topk_idx is not None:
             recv_idx = array(at, (number, topk), topk_idx.dtype, parts.index_at)
             if call.topk_weights is not None:
-                recv_weights = array(at, (number, topk), self._float32, parts.weights_at)
+                recv_weights = array(at, (number, topk), FLOAT32, parts.weights_at)
         if scales is not None:
             recv_scales = array(at, (number, plan.num_scales), scales.dtype, parts.scales_at)
         routing = CudaRouting.made_of(
@@ -222,13 +235,11 @@ class Dispatcher:
             waited=told is not None,
             expert_alignment=call.expert_alignment,
             host_rows_per_rank=per_rank,
-            _words=words,
-            _num_ranks=ranks,
-            _num_experts=plan.local,
+            addresses=words,
             _arrays=arrays,
             _meta=at,
+            _sources_at=parts.sources_at,
         )
-        counts = None if told is None else told[ranks:]
         return self._output(
             call, turn, recv_x, recv_idx, recv_weights, recv_scales, routing, counts
         )
@@ -245,10 +256,10 @@ class Dispatcher:
             blocks = turn.alloc((row_bytes, label))
             scales_at = 0
         else:
-            parts = _Meta(number, 0, plan.topk, weights is not None, 0, plan.num_scales)
+            parts = _Meta(0, 0, number, plan.topk, weights is not None, 0, plan.num_scales)
             blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
             scales_at = parts.scales_at
-        rows, meta = blocks[0].offset // OFFSET_UNIT, blocks[-1].offset // OFFSET_UNIT
+        meta = blocks[-1].offset
         self._launch(
             turn,
             call,
@@ -257,7 +268,7 @@ class Dispatcher:
             (known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
             not routing.waited,
             number,
-            (rows, meta, meta, meta + scales_at // OFFSET_UNIT),
+            (blocks[0].offset, meta, meta, meta + scales_at),
         )
         core.news.at_risk(*blocks)
         recv_x = arrays.array(arrays.own(blocks[0]), (number, x.shape[1]), x.dtype)
@@ -265,7 +276,7 @@ class Dispatcher:
         if len(blocks) > 1:
             at = arrays.own(blocks[1])
             if weights is not None:
-                recv_weights = arrays.array(at, (number, plan.topk), self._float32)
+                recv_weights = arrays.array(at, (number, plan.topk), FLOAT32)
             if scales is not None:
                 shape = number, plan.num_scales
                 recv_scales = arrays.array(at, shape, scales.dtype, scales_at)
@@ -294,7 +305,7 @@ class Dispatcher:
             known: Fields ``send_row`` to ``real_rows``.
             no_wait: The host learns no count.
             capacity: Rows that the receive block holds.
-            offsets: Fields ``rows_offset`` to ``index_offset``.
+            offsets: Fields ``rows_offset`` to ``index_offset``, in bytes.
         """
         core, x, scales, access = self._core, call.x, call.scales, plan.access
         source, tokens = x.data.ptr, len(x)
@@ -304,6 +315,7 @@ class Dispatcher:
         if scales is not None:
             by_token, by_scale = scales.strides
             where = (scales.data.ptr, by_token // 4, by_scale // 4)
+        rows, sources, weights, index = offsets
         name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
         try:
             launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
@@ -313,7 +325,8 @@ class Dispatcher:
                 *plan.sizes,
                 access,
                 *plan.kinds,
-                *(no_wait, capacity, *offsets),
+                *(no_wait, capacity, rows // OFFSET_UNIT, sources // OFFSET_UNIT),
+                *(weights // OFFSET_UNIT, index // OFFSET_UNIT),
             )
             launch(core.serial, turn.stream.ptr)
         except BaseException:

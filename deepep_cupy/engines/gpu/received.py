@@ -14,23 +14,55 @@ from deepep_cupy.transport.cuda_ipc import PoolArrays
 __all__ = ["Addresses", "CudaRouting", "Received", "addresses_of"]
 
 _INT32 = np.dtype(np.int32)
+FLOAT32 = np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
 class Addresses:
-    """Device addresses of what kernels need of a routing.
+    """Device addresses of what kernels need of a routing: words of four bytes, one part behind
+    the other.
+
+    Args:
+        base: Where they begin.
+        num_tokens: T.
+        num_ranks: R.
+        num_experts: El, 0 without choices.
+        waited: Whether the host knows the number of received tokens.
 
     Attributes:
         send_row: ``[T, R]``.
+        rows_per_rank: ``[R]``.
+        psum_recv_rows: ``[R]``.
+        expert_counts: ``[El]``.
+        psum_expert_rows: ``[El]``.
         birth: One word.
         num_real: One word, the real number of received tokens; 0 where N is that number.
-        rows_per_rank: ``[R]``.
     """
 
-    send_row: int
-    birth: int
-    num_real: int
-    rows_per_rank: int
+    __slots__ = (
+        "birth",
+        "expert_counts",
+        "num_real",
+        "psum_expert_rows",
+        "psum_recv_rows",
+        "rows_per_rank",
+        "send_row",
+    )
+
+    def __init__(
+        self, base: int, num_tokens: int, num_ranks: int, num_experts: int, *, waited: bool
+    ) -> None:
+        self.send_row = base
+        self.rows_per_rank = base = base + 4 * num_tokens * num_ranks
+        self.psum_recv_rows = base = base + 4 * num_ranks
+        self.expert_counts = base = base + 4 * num_ranks
+        self.num_real = 0 if waited else base - 4
+        self.psum_expert_rows = base = base + 4 * num_experts
+        self.birth = base + 4 * num_experts
+
+
+def num_words(num_tokens: int, num_ranks: int, num_experts: int) -> int:
+    """How many words ``Addresses`` reach over."""
+    return num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1
 
 
 class _Part:
@@ -50,32 +82,26 @@ class _Part:
 
 
 class CudaRouting(Routing):
-    """A routing on a GPU. Its arrays are parts of two blocks of memory::
-
-        words   send_row [T, R] | rows per rank [R] | their sums [R] | counts per expert [El] |
-                psum_expert_rows [El] | birth [1]
-        meta    recv_src_idx [N] | ... (engines/gpu/dispatching.py)
+    """A routing on a GPU. Its arrays are parts of one block of memory (``dispatching.py``).
 
     Made by ``made_of``, not by its constructor; changed by ``changed``, not by
     ``dataclasses.replace``.
 
     Attributes:
         host_rows_per_rank: Rows received from each rank, where the host knows them.
-        addresses: For kernels.
+        addresses: For kernels; they begin where the block does.
     """
 
     host_rows_per_rank: tuple[int, ...] | None = None
-    _words: Any
-    _num_ranks: int
-    _num_experts: int
+    addresses: Addresses
     _arrays: PoolArrays
     _meta: Any
+    _sources_at: int
 
     @classmethod
     def made_of(cls, **values: Any) -> CudaRouting:
-        """Make one of fields of ``Routing`` and of what stands in for the arrays: ``_words``,
-        ``_num_ranks``, ``_num_experts`` (El, 0 without choices), and ``_arrays`` and ``_meta``
-        (where the block begins)."""
+        """Make one of fields of ``Routing`` and of what stands in for the arrays: ``addresses``,
+        ``_arrays``, ``_meta`` (where the block begins) and ``_sources_at`` (behind the words)."""
         routing = object.__new__(cls)
         routing.__dict__.update(values)
         return routing
@@ -84,35 +110,40 @@ class CudaRouting(Routing):
         """A copy with other values for some fields."""
         return self.made_of(**{**self.__dict__, **values})
 
-    def _slice(self, at: int, count: int) -> Any:
-        first = self.num_tokens * self._num_ranks + at
-        return self._words[first : first + count]
+    def _words(self, begin: int, end: int) -> Any:
+        """The words between two addresses."""
+        offset = begin - self.addresses.send_row
+        return self._arrays.array(self._meta, ((end - begin) // 4,), _INT32, offset)
 
     send_row: Any = _Part(
-        lambda r: r._slice(-r.num_tokens * r._num_ranks, r.num_tokens * r._num_ranks).reshape(
-            r.num_tokens, r._num_ranks
+        lambda r: r._words(r.addresses.send_row, r.addresses.rows_per_rank).reshape(
+            r.num_tokens, r.num_ranks
         )
     )
-    recv_src_idx: Any = _Part(lambda r: r._arrays.array(r._meta, (r.num_recv_tokens,), _INT32))
-    recv_rows_per_rank: Any = _Part(lambda r: r._slice(0, r._num_ranks))
-    psum_recv_rows: Any = _Part(lambda r: r._slice(r._num_ranks, r._num_ranks))
+    recv_src_idx: Any = _Part(
+        lambda r: r._arrays.array(r._meta, (r.num_recv_tokens,), _INT32, r._sources_at)
+    )
+    recv_rows_per_rank: Any = _Part(
+        lambda r: r._words(r.addresses.rows_per_rank, r.addresses.psum_recv_rows)
+    )
+    psum_recv_rows: Any = _Part(
+        lambda r: r._words(r.addresses.psum_recv_rows, r.addresses.expert_counts)
+    )
     expert_counts: Any = _Part(
-        lambda r: r._slice(2 * r._num_ranks, r._num_experts) if r._num_experts else None
+        lambda r: r._or_none(r.addresses.expert_counts, r.addresses.psum_expert_rows)
     )
     psum_expert_rows: Any = _Part(
-        lambda r: (
-            r._slice(2 * r._num_ranks + r._num_experts, r._num_experts) if r._num_experts else None
-        )
+        lambda r: r._or_none(r.addresses.psum_expert_rows, r.addresses.birth)
     )
-    birth: Any = _Part(lambda r: r._slice(2 * (r._num_ranks + r._num_experts), 1))
-    addresses: Any = _Part(lambda r: r._addresses())
+    birth: Any = _Part(lambda r: r._words(r.addresses.birth, r.addresses.birth + 4))
 
-    def _addresses(self) -> Addresses:
-        base, ranks = self._words.data.ptr, self._num_ranks
-        counts = base + 4 * self.num_tokens * ranks
-        real = counts + 4 * (2 * ranks - 1)
-        birth = counts + 8 * (ranks + self._num_experts)
-        return Addresses(base, birth, 0 if self.waited else real, counts)
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return (self.addresses.psum_recv_rows - self.addresses.rows_per_rank) // 4
+
+    def _or_none(self, begin: int, end: int) -> Any:
+        return self._words(begin, end) if begin != end else None
 
 
 def addresses_of(routing: Routing) -> Addresses:
