@@ -94,24 +94,20 @@ def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> 
     (tokens, hidden), dtype = seen
     if tokens > most_tokens:
         return None
-    parts: list[object] = [hidden, dtype, type(given.previous_event), None, None]
-    if scales is not None:
-        seen = glance(scales, True)
-        if seen is None or seen[0][:1] != (tokens,):
-            return None
-        parts[3] = seen[0][1:], seen[1]
+    kind: Key | None = None
     if handle is not None:
-        if type(handle) is not DispatchHandle or handle.num_tokens != tokens:
+        if type(handle) is not DispatchHandle or handle.routing.num_tokens != tokens:
             return None
         worst = given.num_worst_tokens
         if type(worst) is not int or (worst != 0 and worst != handle.num_recv_tokens):
             return None
-        parts[4] = _kind(handle)
-    for array in (given.topk_idx, given.topk_weights, given.is_token_in_rank):
+        kind = _kind(handle)
+    parts: list[object] = [hidden, dtype, kind, type(given.previous_event)]
+    for array in (scales, given.topk_idx, given.topk_weights, given.is_token_in_rank):
         if array is None:
             parts.append(None)
             continue
-        seen = glance(array, False)
+        seen = glance(array, array is scales)
         if seen is None or seen[0][:1] != (tokens,):
             return None
         parts.append((seen[0][1:], seen[1]))
@@ -150,6 +146,7 @@ class DispatchForm(Form):
     def call(self, given: DispatchArguments) -> DispatchCall:
         """The call for the engine. ``given``: arrays are the engine's."""
         x, scales, handle, topk_idx = given.x, None, given.handle, given.topk_idx
+        event = given.previous_event
         if type(x) is tuple:
             x, scales = x
         if self.view is not None:
@@ -171,7 +168,7 @@ class DispatchForm(Form):
             self.zero_padding,
             given.cumulative_local_expert_recv_stats,
             self.num_sms,
-            _begun_after(given.previous_event, self.streams),
+            self.streams if event is None else _begun_after(event, self.streams),
             self,
         )
 
@@ -210,7 +207,7 @@ def combine_key(given: CombineArguments, glance: Glance) -> Key | None:
     if type(handle) is not DispatchHandle:
         return None
     seen = glance(given.x, False)
-    rows = handle.num_rows
+    rows = handle.routing.num_rows
     if seen is None or len(seen[0]) != 2 or seen[0][0] != rows:
         return None
     parts: list[object] = [seen[0][1], seen[1], type(given.previous_event), _kind(handle)]
@@ -251,17 +248,18 @@ class CombineForm(Form):
 
     def call(self, given: CombineArguments) -> CombineCall:
         """The call for the engine. ``given``: arrays are the engine's."""
+        bias, event = given.bias, given.previous_event
         return CombineCall(
             given.x,
             given.handle.routing,
             given.topk_weights,
-            listed(given.bias),
+            () if bias is None else listed(bias),
             self.own,
             self.reduce,
             given.row_weights,
             given.out,
             self.num_sms,
-            _begun_after(given.previous_event, self.streams),
+            self.streams if event is None else _begun_after(event, self.streams),
             self,
         )
 
@@ -312,6 +310,4 @@ def _kind(handle: DispatchHandle) -> tuple[object, ...]:
 
 
 def _begun_after(event: Any, streams: Streams) -> Streams:
-    if event is None:
-        return streams
     return Streams(event.event, streams.async_finish, streams.allocate_on_comm_stream)

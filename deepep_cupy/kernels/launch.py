@@ -278,6 +278,9 @@ class Launch:
         reserved_blocks: Blocks of other kernels that may be resident at the same time.
         driver: Driver calls; ``None`` for ``cuda.bindings``.
 
+    Attributes:
+        start: The launch itself, for who launches often.
+
     Raises:
         ContractError: The values do not fit the spec.
         PlatformError: The grid cannot be resident at once; nothing is ever shrunk.
@@ -305,7 +308,7 @@ class Launch:
         offsets = spec.param_offsets(constants)
         addresses = [self.packed.address + offset for offset in offsets]
         self._pointers = (ctypes.c_void_p * len(offsets))(*addresses)
-        self._call = used.prepare(
+        self.start = used.prepare(
             loaded.function,
             grid,
             self.threads,
@@ -317,7 +320,7 @@ class Launch:
 
     def __call__(self, stream: int) -> None:
         """Launch on a stream; the struct's bytes are taken as they are now."""
-        self._call(stream)
+        self.start(stream)
 
     def _check_resident(self, driver: Driver, reserved: int) -> None:
         if self.grid < 1:

@@ -109,16 +109,20 @@ class Pool:
         """
         return self.alloc_all(((nbytes, label),), stream)[0]
 
-    def alloc_all(self, wanted: Sequence[tuple[int, str]], stream: Stream) -> list[Block]:
+    def alloc_all(
+        self, wanted: Sequence[tuple[int, str]], stream: Stream, capture: int | None = None
+    ) -> list[Block]:
         """The same for all blocks of one operation: all or none.
 
         Args:
             wanted: (bytes, label) of each; the one that will be shrunk comes last.
             stream: The stream that will use them first.
+            capture: What the caller knows ``EventSource.capture_id`` to say of the stream.
         """
         blocks: list[Block] = []
         with self._guard:
-            capture = self._capture_of(stream)
+            if capture is None or self._closed:
+                capture = self._capture_of(stream)
             if self._queue:
                 self._drain(may_record=not capture)
             for nbytes, label in wanted:
@@ -126,6 +130,8 @@ class Pool:
                 if block is None:
                     break
                 blocks.append(block)
+            if len(blocks) == len(wanted):
+                return blocks
         try:
             for nbytes, label in wanted[len(blocks) :]:
                 blocks.append(self._squeezed(nbytes, stream, label, capture))
@@ -369,6 +375,7 @@ class Pool:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
         queue = self._queue
         foreign: dict[Stream, Mark] = {}
+        tick = self._clock.tick
         while queue:
             block = queue.popleft()
             if block.retired:
@@ -382,7 +389,7 @@ class Pool:
                     foreign.update((stream, self._clock.mark(stream)) for stream in block.uses)
             else:
                 self._forget(block)
-                self._resting[block.room >= self._large].put(block, self._clock.tick)
+                self._resting[block.room >= self._large].put(block, tick)
         if may_record and foreign:
             # Another stream than the block's own will be waited for sooner or later; an event
             # recorded now leaves out the work that it is given next.

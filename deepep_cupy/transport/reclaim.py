@@ -45,30 +45,31 @@ class EventSource(Protocol):
 
 
 class StreamClock:
-    """The pool's memory of events and waits. Its caller holds the pool's lock."""
+    """The pool's memory of events and waits. Its caller holds the pool's lock.
+
+    Attributes:
+        events: The streams' side.
+        num_waits: Waits queued so far.
+        tick: Now.
+    """
 
     def __init__(self, events: EventSource) -> None:
         self.events = events
         self.num_waits = 0
-        self._tick = 1
+        self.tick = 1
         self._marks: dict[Stream, Mark] = {}
         self._over_all = 0
         self._over: dict[Stream, int] = {}
         self._waited: dict[Stream, dict[Stream, int]] = {}
 
-    @property
-    def tick(self) -> int:
-        """Now."""
-        return self._tick
-
     def advance(self) -> int:
         """Return the present tick, and begin the next."""
-        self._tick += 1
-        return self._tick - 1
+        self.tick += 1
+        return self.tick - 1
 
     def mark(self, stream: Stream, tick: int | None = None) -> Mark:
         """The mark for what is given back now, or was at a tick; mostly one per stream and tick."""
-        tick = self._tick if tick is None else tick
+        tick = self.tick if tick is None else tick
         mark = self._marks.get(stream)
         if mark is None or mark.tick != tick:
             if len(self._marks) >= MAX_FACTS:

@@ -22,32 +22,34 @@ class Resting:
     """Blocks of one kind. Its caller holds the pool's lock.
 
     Attributes:
+        blocks: (Size, stream) → those that rest, the last one last.
         loose: Blocks in use whose tail was given back, and nobody has asked for it.
     """
 
-    __slots__ = ("_blocks", "loose")
+    __slots__ = ("blocks", "loose")
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, Stream], list[Block]] = {}
+        self.blocks: dict[tuple[int, Stream], list[Block]] = {}
         self.loose: set[Block] = set()
 
     def put(self, block: Block, tick: int) -> None:
         """Let a block rest that nobody but its own stream has used."""
         block.died = tick
-        self.loose.discard(block)
+        if block.room != block.nbytes:
+            self.loose.discard(block)
         key = block.room, block.stream
         try:
-            self._blocks[key].append(block)
+            self.blocks[key].append(block)
         except KeyError:
-            self._blocks[key] = [block]
+            self.blocks[key] = [block]
 
     def take(self, nbytes: int, stream: Stream) -> Block | None:
         """The block of that size which the stream gave back last."""
-        blocks = self._blocks.get((nbytes, stream))
+        blocks = self.blocks.get((nbytes, stream))
         return blocks.pop() if blocks else None
 
     def wake(self) -> list[Block]:
         """Take all that rest, in the order in which they came within each size."""
-        blocks = [block for each in self._blocks.values() for block in each]
-        self._blocks.clear()
+        blocks = [block for each in self.blocks.values() for block in each]
+        self.blocks.clear()
         return blocks

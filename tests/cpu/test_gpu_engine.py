@@ -352,7 +352,7 @@ def test_the_same_with_something_missing(missing):
         if missing == "lent memory":
             core.keeper.lend = lambda nbytes, stream, user: (d.alloc(nbytes), threading.Event())
         if missing == "lent users":
-            core.keeper.reap = core.keeper._returned.clear
+            core.keeper.reap = core.keeper.returned.clear
         background(rank, worst=16)
 
     with pytest.raises(d.RaceError):

@@ -503,7 +503,7 @@ BREAKAGES = (
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda each: each.__name__)
 def test_the_oracle_finds_a_broken_pool(breakage, monkeypatch):
     breakage(monkeypatch)
-    with pytest.raises(RaceError):
+    with pytest.raises(AssertionError):  # RaceError is one, and check() finds lost bytes
         Program(seed=0).run(30_000)
 
 

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from deepep_cupy.engines.base import CombineCall, CombineOutput
 from deepep_cupy.engines.gpu.combining_expanded import combine_expanded
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
-from deepep_cupy.engines.gpu.received import addresses_of
+from deepep_cupy.engines.gpu.received import FLOAT32, addresses_of
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
-from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Kind, Layout, Refusal, RefusalCode
-from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Kind, Refusal, RefusalCode
+from deepep_cupy.plan.launch import GridPlan, access_bytes
 from deepep_cupy.plan.local import local_blocks
 
 __all__ = ["Combiner"]
+
+_COMBINE = Kind.COMBINE
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What combines of one form have in common.
+
+    Attributes:
+        row_bytes: Of ``x``.
+        access: The widest access that ``row_bytes`` allows.
+        narrow: The access where addresses allow no wider one.
+        dtype: Code of the dtype of ``x``.
+        grids: Blocks.
+    """
+
+    row_bytes: int
+    access: int
+    narrow: int
+    dtype: int
+    grids: GridPlan
 
 
 class Combiner:
@@ -22,6 +44,7 @@ class Combiner:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._new: Any = core.cupy.empty
 
     def run(self, call: CombineCall) -> CombineOutput:
         """See ``engines.base.Engine.combine``. On the engine's device, which is current."""
@@ -31,18 +54,24 @@ class Combiner:
         turn = core.begin(call.streams)
         try:
             routing, x = call.routing, call.x
+            table: Any = routing.expanded_row
             tokens, topk = routing.num_tokens, 0
             if out is None:
                 out = self._empty(turn, (tokens, x.shape[1]), x.dtype)
             out_weights = None
             if weights is not None:
-                table: Any = routing.expanded_row
                 topk = weights.shape[1] if table is None else table.shape[1]
-                out_weights = self._empty(turn, (tokens, topk), core.cupy.float32)
-            if routing.expanded:
+                out_weights = self._empty(turn, (tokens, topk), FLOAT32)
+            if table is not None:
                 combine_expanded(core, self.launch, call, turn, out, out_weights)
             else:
-                self._plain(call, turn, out, out_weights, topk)
+                rows_offset, own_rows = self._place_rows(call, turn)
+                weights_offset = 0
+                if weights is not None:
+                    weights_offset = core.place(weights, turn, "weights of combine()")
+                self.launch(
+                    call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk
+                )
             event = None
             if not turn.plain or core.foreign:
                 event = core.settle(turn, call, call.streams)
@@ -53,12 +82,12 @@ class Combiner:
             core.end(turn)
         return CombineOutput(out, out_weights, event)
 
-    def _plain(self, call: CombineCall, turn: Turn, out: Any, out_weights: Any, topk: int) -> None:
-        rows_offset, own_rows = self._place_rows(call, turn)
-        weights_offset = 0
-        if call.topk_weights is not None:
-            weights_offset = self._core.place(call.topk_weights, turn, "weights of combine()")
-        self.launch(call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk)
+    def _plan(self, call: CombineCall) -> _Plan:
+        x = call.x
+        row_bytes, narrow = x.shape[1] * x.itemsize, x.itemsize
+        grids = self._core.grid_plan(call.num_sms)
+        access = access_bytes(row_bytes, (), (narrow,))
+        return _Plan(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
 
     def launch(
         self,
@@ -70,7 +99,7 @@ class Combiner:
         own_rows: int,
         weights_offset: int,
         topk: int,
-        layout: int = Layout.NONE,
+        layout: int = 0,
     ) -> None:
         """Launch the kernel over rows that are in place.
 
@@ -85,29 +114,34 @@ class Combiner:
             topk: K, 0 without weights.
             layout: Word of the header.
         """
-        core, routing, x = self._core, call.routing, call.x
-        row_bytes, tokens = x.shape[1] * x.itemsize, routing.num_tokens
-        known = addresses_of(routing)
-        biases = [bias.data.ptr for bias in call.biases]
-        access = access_bytes(row_bytes, (own_rows, out.data.ptr, *biases), (x.itemsize,))
-        biases += [0] * (2 - len(biases))
+        core, routing, biases = self._core, call.routing, call.biases
+        plan: _Plan | None = call.form.plan
+        if plan is None:
+            plan = call.form.plan = self._plan(call)
+        tokens, known, result = routing.num_tokens, addresses_of(routing), out.data.ptr
+        first = biases[0].data.ptr if biases else 0
+        second = biases[1].data.ptr if len(biases) > 1 else 0
+        access = plan.access
+        if (own_rows | result | first | second) % access:
+            addresses = (own_rows, result, first, second)
+            access = access_bytes(plan.row_bytes, addresses, (plan.narrow,))
         name = "combine_bulk" if access == 16 and core.bulk else "combine"
-        grid = core.grid_plan(call.num_sms).combine(tokens)
-        launch = core.kernels.get(name, grid, Kind.COMBINE)
+        launch = core.kernels.get(name, plan.grids.combine(tokens), _COMBINE)
         launch.operation(
             own_rows,
-            out.data.ptr,
+            result,
             address(out_weights),
-            *biases,
+            first,
+            second,
             known.send_row,
             known.birth,
             tokens,
             routing.num_recv_tokens,
             topk,
             out_weights is not None,
-            row_bytes,
+            plan.row_bytes,
             access,
-            dtype_code_of(x.dtype),
+            plan.dtype,
             rows_offset // OFFSET_UNIT,
             weights_offset // OFFSET_UNIT,
             layout,
@@ -115,10 +149,10 @@ class Combiner:
         launch(core.serial, turn.stream.ptr)
         core.launched(turn)
         if turn.staged:
-            core.news.at_risk(*turn.staged)
+            core.news.at_risk(turn.staged)
 
     def _empty(self, turn: Turn, shape: tuple[int, int], dtype: Any) -> Any:
-        return self._core.cupy.empty(shape, dtype) if turn.plain else turn.empty(shape, dtype)
+        return self._new(shape, dtype) if turn.plain else turn.empty(shape, dtype)
 
     def _check_out(self, call: CombineCall) -> None:
         """The result must not be written over what is still to be read."""

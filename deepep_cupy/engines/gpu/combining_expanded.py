@@ -140,4 +140,4 @@ def _exact(core: Core, call: CombineCall, turn: Turn, out: Any, out_weights: Any
     launch(core.serial, turn.stream.ptr)
     core.launched(turn)
     if turn.staged:
-        core.news.at_risk(*turn.staged)
+        core.news.at_risk(turn.staged)

@@ -130,8 +130,9 @@ class Core:
         if capture == 0:
             if serial % _PROBE_EVERY == 0:
                 self._look(stream)
-            if not self.keeper.idle:
-                self.keeper.reap()
+            keeper = self.keeper
+            if keeper.kept or keeper.returned:
+                keeper.reap()
         order = self.order
         order.lock.acquire()
         turn.held = True
@@ -171,10 +172,11 @@ class Core:
     def launched(self, turn: Turn) -> None:
         """The operation is on its stream: the next one may come."""
         if turn.held:
-            if turn.capture == 0:
-                self.order.leave(turn.stream, self.events)
+            order = self.order
+            if order.precise and turn.capture == 0:
+                order.leave(turn.stream, self.events)
             turn.held = False
-            self.order.lock.release()
+            order.lock.release()
 
     def end(self, turn: Turn) -> None:
         """Give back what the turn holds, however the operation ended."""
@@ -260,7 +262,7 @@ class Core:
             while True:
                 counts = counts_of(serial, number)
                 if counts is not None:
-                    self.news.at_risk(*blocks)
+                    self.news.at_risk(blocks)
                     return counts
                 if report.has_news:
                     self.news.raise_any(serial)

@@ -38,6 +38,7 @@ __all__ = ["Dispatcher"]
 
 _NARROW = (4, 1)
 """Access widths where rows or bases are no multiple of 16 bytes."""
+_NO_SCALES = (0, 0, 0)
 _DISPATCH = Kind.DISPATCH
 _NOT_IN_GRAPHS = (
     "dispatch(): the host must wait for the counts, which is not possible while a graph is being "
@@ -197,7 +198,7 @@ class Dispatcher:
         if waits:
             told = core.wait_counts(ranks + local, turn.stream, blocks)
         else:
-            core.news.at_risk(*blocks)
+            core.news.at_risk(blocks)
         return self._received(call, plan, turn, words, blocks, pointers, told)
 
     def _received(
@@ -270,7 +271,7 @@ class Dispatcher:
             number,
             (blocks[0].offset, meta, meta, meta + scales_at),
         )
-        core.news.at_risk(*blocks)
+        core.news.at_risk(blocks)
         recv_x = arrays.array(arrays.own(blocks[0]), (number, x.shape[1]), x.dtype)
         recv_weights = recv_scales = None
         if len(blocks) > 1:
@@ -311,22 +312,31 @@ class Dispatcher:
         source, tokens = x.data.ptr, len(x)
         if source % access:
             access = access_bytes(plan.row_bytes, (source,), _NARROW)
-        where = (0, 0, 0)
+        topk_idx, weights, where = call.topk_idx, call.topk_weights, _NO_SCALES
         if scales is not None:
             by_token, by_scale = scales.strides
             where = (scales.data.ptr, by_token // 4, by_scale // 4)
-        rows, sources, weights, index = offsets
+        rows, sources, weights_at, index_at = offsets
         name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
         try:
             launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
             launch.operation(
-                *(source, address(call.topk_idx), address(call.topk_weights)),
-                *(address(call.is_token_in_rank), *where, *known, tokens),
+                source,
+                0 if topk_idx is None else topk_idx.data.ptr,
+                0 if weights is None else weights.data.ptr,
+                address(call.is_token_in_rank),
+                *where,
+                *known,
+                tokens,
                 *plan.sizes,
                 access,
                 *plan.kinds,
-                *(no_wait, capacity, rows // OFFSET_UNIT, sources // OFFSET_UNIT),
-                *(weights // OFFSET_UNIT, index // OFFSET_UNIT),
+                no_wait,
+                capacity,
+                rows // OFFSET_UNIT,
+                sources // OFFSET_UNIT,
+                weights_at // OFFSET_UNIT,
+                index_at // OFFSET_UNIT,
             )
             launch(core.serial, turn.stream.ptr)
         except BaseException:
@@ -346,6 +356,7 @@ class Dispatcher:
         counts: list[int] | None,
     ) -> DispatchOutput:
         """Put what came into the form the call wants. ``counts``: rows of each local expert."""
+        event = None
         if call.expand:
             recv_x, recv_weights, recv_scales, routing = self._expanded(
                 turn, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
@@ -357,7 +368,6 @@ class Dispatcher:
             recv_x, recv_idx, recv_weights, recv_scales = map(
                 turn.copy, (recv_x, recv_idx, recv_weights, recv_scales)
             )
-        event = None
         if not turn.plain or self._core.foreign:
             event = self._core.settle(turn, call, call.streams)
         per_expert, unit = counts or [], call.expert_alignment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from functools import partial
 from typing import Any
 
 from deepep_cupy.errors import CompileError, PlatformError
@@ -24,6 +25,10 @@ class _Launch:
     Args:
         launch: The prepacked launch.
         layout: Of its parameters; those of the operation are named ``d.…``.
+
+    Attributes:
+        operation: ``operation(*values)`` writes all fields of the operation's struct, in their
+            order (arrays flattened).
     """
 
     def __init__(self, launch: Launch, layout: StructLayout) -> None:
@@ -34,16 +39,13 @@ class _Launch:
             key=lambda field: field.offset,
         )
         text, end = "<", fields[0].offset if fields else 0
-        self._first = end
+        first = end
         for field in fields:
             text += f"{field.offset - end}x" if field.offset > end else ""
             text += field.letter if field.count is None else f"{field.count}{field.letter}"
             end = field.offset + field.nbytes
-        self._operation = struct.Struct(text)
-
-    def operation(self, *values: int) -> None:
-        """Write all fields of the operation's struct, in their order (arrays flattened)."""
-        self._operation.pack_into(self._bytes, self._first, *values)
+        self.operation = partial(struct.Struct(text).pack_into, self._bytes, first)
+        self._start = launch.start
 
 
 class LocalLaunch(_Launch):
@@ -51,7 +53,7 @@ class LocalLaunch(_Launch):
 
     def __call__(self, stream: int) -> None:
         """Launch."""
-        self._launch(stream)
+        self._start(stream)
 
 
 class ReadyLaunch(_Launch):
@@ -60,7 +62,7 @@ class ReadyLaunch(_Launch):
     def __init__(self, launch: Launch, layout: StructLayout) -> None:
         super().__init__(launch, layout)
         comm = layout.fields
-        self._serial_at = comm["comm.serial"].offset
+        self._serial = launch.slot("comm.serial")
         self._kind_at = comm["comm.kind"].offset
         self._refusal_at = comm["comm.refusal"].offset
         self._value_at = comm["comm.refusal_value"].offset
@@ -74,8 +76,8 @@ class ReadyLaunch(_Launch):
 
     def __call__(self, serial: int, stream: int) -> None:
         """Launch."""
-        self._u32.pack_into(self._bytes, self._serial_at, serial)
-        self._launch(stream)
+        self._serial[0] = serial
+        self._start(stream)
 
 
 class Kernels:

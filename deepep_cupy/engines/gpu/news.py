@@ -53,7 +53,7 @@ class News:
         """The caller raises the refusal of this launch by itself."""
         self._own.add(serial)
 
-    def at_risk(self, *blocks: Block) -> None:
+    def at_risk(self, blocks: list[Block]) -> None:
         """Remember blocks of the newest operation: late peers may write into them if it fails."""
         self._risky.extend(blocks)
 

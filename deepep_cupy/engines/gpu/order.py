@@ -41,6 +41,9 @@ class DeviceOrder:
     def enter(self, stream: Any, events: Any) -> None:
         """Make ``stream`` wait for the last operation, which may be on another stream."""
         last = self._last
+        if last is stream:
+            self._end = None
+            return
         if last is not None and last.ptr != stream.ptr:
             if self._end is None and events.capture_id(last) != 0:
                 raise StateError(
@@ -51,9 +54,8 @@ class DeviceOrder:
         self._last, self._end = stream, None
 
     def leave(self, stream: Any, events: Any) -> None:
-        """The operation is launched."""
-        if self.precise:
-            self._end = events.record(stream)
+        """The operation is launched; needed where ``precise``."""
+        self._end = events.record(stream)
 
     def enter_captured(self, stream: Any, events: Any, capture: int) -> None:
         """The same for an operation in a graph: behind the last one of that graph. How a graph

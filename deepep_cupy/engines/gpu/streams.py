@@ -36,6 +36,10 @@ class Keeper:
     Args:
         events: CuPy's side of the pool.
         device: CUDA ordinal.
+
+    Attributes:
+        kept: Events, and what is kept until they are over.
+        returned: Lent memory that nobody refers to any more, and the streams that used it.
     """
 
     def __init__(self, events: Any, device: int) -> None:
@@ -44,8 +48,8 @@ class Keeper:
         self._cupy: Any = cupy
         self._events = events
         self._device = device
-        self._kept: deque[tuple[Sequence[Any], Any]] = deque()
-        self._returned: deque[tuple[Any, dict[Any, None]]] = deque()
+        self.kept: deque[tuple[Sequence[Any], Any]] = deque()
+        self.returned: deque[tuple[Any, dict[Any, None]]] = deque()
         self._for_ever: list[Any] = []
 
     @property
@@ -55,7 +59,7 @@ class Keeper:
 
     def until(self, event: Any, objects: Any) -> None:
         """Keep ``objects`` until ``event`` is over."""
-        self._kept.append(((event,), objects))
+        self.kept.append(((event,), objects))
 
     def for_ever(self, objects: Any) -> None:
         """Keep ``objects`` until ``clear``."""
@@ -66,13 +70,13 @@ class Keeper:
         cuda = self._cupy.cuda
         with stream:
             memory = cuda.alloc(max(1, nbytes))
-        lent = _Lent(memory, self._returned, user)
+        lent = _Lent(memory, self.returned, user)
         whole = cuda.UnownedMemory(memory.ptr, max(1, nbytes), lent, self._device)
         return cuda.MemoryPointer(whole, 0), lent
 
     def reap(self) -> None:
         """Drop what is not used any more. Not under capture: it asks events."""
-        events, returned, kept = self._events, self._returned, self._kept
+        events, returned, kept = self._events, self.returned, self.kept
         waiting = []
         marks: dict[Any, Any] = {}
         while returned:
@@ -88,15 +92,10 @@ class Keeper:
         while kept and all(map(events.query, kept[0][0])):
             kept.popleft()
 
-    @property
-    def idle(self) -> bool:
-        """Whether ``reap`` would find nothing."""
-        return not self._kept and not self._returned
-
     def clear(self) -> None:
         """Drop everything: nothing runs on the device any more, and no graph will."""
-        self._kept.clear()
-        self._returned.clear()
+        self.kept.clear()
+        self.returned.clear()
         self._for_ever.clear()
 
 
@@ -201,7 +200,7 @@ class Turn:
             wanted: (bytes, label) of each.
         """
         pool = self._core.pool
-        blocks = pool.alloc_all(wanted, self.stream)
+        blocks = pool.alloc_all(wanted, self.stream, self.capture)
         if self.current is not self.stream:
             for block in blocks:
                 pool.record_stream(block, self.current)
