@@ -213,6 +213,7 @@ class PoolArrays:
         self._memory: Any = cupy.cuda.UnownedMemory
         self._pointer: Any = cupy.cuda.MemoryPointer
         self._pool = pool
+        self._given_back = pool.given_back
         self._region = region
         self._allocation = region.allocation
         self.base = region.base
@@ -221,7 +222,7 @@ class PoolArrays:
     def own(self, block: Block) -> Any:
         """A ``MemoryPointer`` to ``block``; the block is given back when the last array made from
         it dies. Once per block."""
-        owner: BlockOwner = self._pool.own(block, self._allocation)
+        owner = BlockOwner(block, self._given_back, self._allocation)
         memory = self._memory(self.base + block.offset, block.nbytes, owner, self._device)
         return self._pointer(memory, 0)
 

@@ -67,6 +67,9 @@ class Pool:
         events: The streams' side.
         start: First offset handed out, a multiple of ``ALIGNMENT``.
         who: Put before messages: ``"rank 3"``.
+
+    Attributes:
+        given_back: Blocks whose arrays have died, for ``BlockOwner``.
     """
 
     def __init__(self, nbytes: int, events: EventSource, *, start: int = 0, who: str = "") -> None:
@@ -81,7 +84,7 @@ class Pool:
         self._large = nbytes // 64
         self._small_zone = start + nbytes // 8 * 7 // ALIGNMENT * ALIGNMENT
         self._guard = _Guard()
-        self._queue: deque[Block] = deque()
+        self.given_back: deque[Block] = deque()
         self._clock = StreamClock(events)
         self._free = FreeList()
         self._free.insert(Segment(start, start + nbytes, {}))
@@ -123,7 +126,7 @@ class Pool:
         with self._guard:
             if capture is None or self._closed:
                 capture = self._capture_of(stream)
-            if self._queue:
+            if self.given_back:
                 self._drain(may_record=not capture)
             for nbytes, label in wanted:
                 block = self._place(round_up(nbytes), stream, label, capture)
@@ -136,7 +139,7 @@ class Pool:
             for nbytes, label in wanted[len(blocks) :]:
                 blocks.append(self._squeezed(nbytes, stream, label, capture))
         except BaseException:
-            self._queue.extend(blocks)
+            self.given_back.extend(blocks)
             raise
         return blocks
 
@@ -155,11 +158,11 @@ class Pool:
 
     def own(self, block: Block, keep: object = None) -> BlockOwner:
         """Make the object whose death gives ``block`` back; ``keep`` lives as long as it does."""
-        return BlockOwner(block, self._queue, keep)
+        return BlockOwner(block, self.given_back, keep)
 
     def free(self, block: Block) -> None:
         """Give back a block that has no owner. Any thread."""
-        self._queue.append(block)
+        self.given_back.append(block)
 
     def record_stream(self, block: Block, stream: Stream) -> None:
         """Say that ``stream`` works on ``block`` too, before the last array over it dies.
@@ -309,15 +312,24 @@ class Pool:
 
     def _place(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
         """In the place of the last one of its kind, else where there is room."""
-        if not capture:
-            former = self._resting[nbytes >= self._large].take(nbytes, stream)
-            if former is not None:
-                self._num_again += 1
-                return self._made(former.offset, nbytes, stream, label, 0)
-        return self._try(nbytes, stream, label, capture)
+        resting = self._resting[nbytes >= self._large].blocks.get((nbytes, stream))
+        if resting and not capture:
+            offset = resting.pop().offset
+            self._num_again += 1
+        else:
+            found = self._search(nbytes, stream, capture)
+            if found is None:
+                return None
+            offset = found
+        block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
+        self._num_allocs += 1
+        self._live_bytes = live = self._live_bytes + nbytes
+        if live > self._peak:
+            self._peak = live
+        return block
 
-    def _try(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
-        """Where there is room."""
+    def _search(self, nbytes: int, stream: Stream, capture: int) -> int | None:
+        """Cut a place out of what is free."""
         home = self._free
         if capture:
             self._wake()
@@ -336,15 +348,7 @@ class Pool:
             except BaseException:
                 home.insert(Segment(offset, offset + nbytes, dict(pending)))
                 raise
-        return self._made(offset, nbytes, stream, label, capture)
-
-    def _made(self, offset: int, nbytes: int, stream: Stream, label: str, capture: int) -> Block:
-        block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
-        self._num_allocs += 1
-        self._live_bytes += nbytes
-        if self._live_bytes > self._peak:
-            self._peak = self._live_bytes
-        return block
+        return offset
 
     def _find(self, nbytes: int, stream: Stream) -> int | None:
         ready = self._clock.ready(stream)
@@ -373,7 +377,7 @@ class Pool:
 
     def _drain(self, *, may_record: bool) -> None:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
-        queue = self._queue
+        queue = self.given_back
         foreign: dict[Stream, Mark] = {}
         tick = self._clock.tick
         while queue:
@@ -455,21 +459,21 @@ class Pool:
 class _Guard:
     """A lock that says so where a finalizer calls back into the pool that it interrupted."""
 
-    __slots__ = ("_holder", "_lock")
+    __slots__ = ("_busy", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder = 0
+        self._lock = threading.RLock()
+        self._busy = False
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._holder == me:
+        self._lock.acquire()
+        if self._busy:  # by this very thread
+            self._lock.release()
             raise StateError(
                 "the pool was called from a finalizer that interrupted it; a __del__ method must "
                 "not use the Buffer."
             )
-        self._lock.acquire()
-        self._holder = me
+        self._busy = True
 
     def __exit__(
         self,
@@ -477,5 +481,5 @@ class _Guard:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._holder = 0
+        self._busy = False
         self._lock.release()

@@ -43,11 +43,6 @@ class Resting:
         except KeyError:
             self.blocks[key] = [block]
 
-    def take(self, nbytes: int, stream: Stream) -> Block | None:
-        """The block of that size which the stream gave back last."""
-        blocks = self.blocks.get((nbytes, stream))
-        return blocks.pop() if blocks else None
-
     def wake(self) -> list[Block]:
         """Take all that rest, in the order in which they came within each size."""
         blocks = [block for each in self.blocks.values() for block in each]
