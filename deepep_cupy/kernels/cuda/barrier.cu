@@ -14,8 +14,9 @@ static_assert(sizeof(Shared) <= kBarrierSharedBytes, "SHARED_HEAD in plan/consta
 
 KERNEL barrier(const GRID_CONSTANT BarrierParams p) {
     Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
     if (fills_header()) begin_header(p.comm, s.comm);
-    Verdict verdict = enter(p.comm, s.comm);
+    Verdict verdict = enter(p.comm, s.comm, entry);
     if (verdict == kGo) {
         send_header(p.comm, s.comm);
         verdict = open_headers(p.comm, s.comm);

@@ -205,8 +205,9 @@ struct AddTokens {
 
 KERNEL combine_expanded(const GRID_CONSTANT CombineExpandedParams p) {
     Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
     if (fills_header()) fill_expanded(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm);
+    Verdict verdict = enter(p.comm, s.comm, entry);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
     if (verdict == kGo) with_number(p.d.plain.dtype, AddTokens{p.comm, s.comm, p.d});
     finish(p.comm, s.comm, p.d.plain, verdict);

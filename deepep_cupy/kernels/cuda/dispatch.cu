@@ -48,7 +48,7 @@ DEVICE void copy_row(const CommParams& c, const CommShared& comm, const Dispatch
 }
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
-    Deal deal = begin_deal(c, d.num_tokens);
+    Deal deal = begin_deal(d.num_tokens);
     u32 token = first_token(deal);
     if (token == kNoToken) token = next_token(c, deal);
     for (; token != kNoToken; token = next_token(c, deal)) {
@@ -70,9 +70,11 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
 
 KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
     Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
     if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm);
-    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, [] {});
+    Ahead ahead = look_ahead(p.d);
+    Verdict verdict = enter(p.comm, s.comm, entry);
+    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, ahead, [] {});
     if (verdict == kGo) {
         report_counts(p.comm, s.comm, p.d);
         move_rows(p.comm, p.d, s);

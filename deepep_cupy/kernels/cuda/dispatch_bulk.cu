@@ -42,20 +42,19 @@ struct Cursor {
 };
 
 // Goes to a token, if it is sent anywhere.
-DEVICE bool go_to(const CommParams& c, const DispatchCommon& d, const Deal& deal, u32 token,
-                  Cursor& cursor) {
-    cursor = {token, 0u, {~0u, 0u}};
-    if (token == kNoToken) return false;
-    cursor.place = place_of_lane(c, d, deal, token);
-    return warp_ballot(cursor.place.slot != ~0u) != 0u;
+DEVICE bool go_to(u32 token, const Place& place, Cursor& cursor) {
+    cursor = {token, 0u, place};
+    return token != kNoToken && warp_ballot(place.slot != ~0u) != 0u;
 }
 
 // Goes to the next token that is sent anywhere; to kNoToken where there is none.
 DEVICE void seek(const CommParams& c, const DispatchCommon& d, Deal& deal, Cursor& cursor) {
     u32 token;
+    Place place = {~0u, 0u};
     do {
         token = next_token(c, deal);
-    } while (!go_to(c, d, deal, token, cursor) && token != kNoToken);
+        if (token != kNoToken) place = place_of_lane(c, d, deal, token);
+    } while (!go_to(token, place, cursor) && token != kNoToken);
 }
 
 DEVICE u32 piece_length(const DispatchCommon& d, const Pieces& pieces, u32 piece) {
@@ -103,11 +102,17 @@ struct WarpWork {
 
 // Starts the warp's first load before the ranks have agreed: it only reads this rank's x. Other
 // blocks' slots are not to be read yet, so that the first token is one of this block's.
-DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared& s) {
+DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared& s,
+                           const Ahead& ahead) {
     WarpWork work;
-    work.deal = begin_deal(c, d.num_tokens);
+    work.deal = begin_deal(d.num_tokens);
     work.pieces = pieces_of_row(d.row_bytes);
-    work.begun = go_to(c, d, work.deal, first_token(work.deal), work.next);
+    u32 token = first_token(work.deal);
+    Place place = {ahead.slot, 0u};
+    if (d.layout != kLayoutCached && token != kNoToken) {
+        place = place_of_lane(c, d, work.deal, token);
+    }
+    work.begun = go_to(token, place, work.next);
     if (work.begun && lane_index() == 0) {
         start_load(d, work.pieces, work.next, s.stage[warp_index()][0],
                    &s.loaded[warp_index()][0]);
@@ -168,6 +173,7 @@ DEVICE void drop_work(const CommParams& c, Shared& s, const WarpWork& work) {
 
 KERNEL dispatch_bulk(const GRID_CONSTANT DispatchBulkParams p) {
     Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
     if (lane_index() == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(&s.loaded[warp_index()][stage], 1);
@@ -175,10 +181,12 @@ KERNEL dispatch_bulk(const GRID_CONSTANT DispatchBulkParams p) {
         fence_mbarrier_init();
     }
     if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm);
+    Ahead ahead = look_ahead(p.d);
+    Verdict verdict = enter(p.comm, s.comm, entry);
     if (verdict == kGo) {
         WarpWork work;
-        verdict = route(p.comm, s.comm, p.d, s.route, [&] { work = begin_work(p.comm, p.d, s); });
+        verdict = route(p.comm, s.comm, p.d, s.route, ahead,
+                        [&] { work = begin_work(p.comm, p.d, s, ahead); });
         if (verdict == kGo) {
             report_counts(p.comm, s.comm, p.d);
             move_rows(p.comm, p.d, s, work);

@@ -2,7 +2,8 @@
 // Where this kernel's communication words are, and what a block keeps about the operation.
 //
 // One operation of one Buffer is one kernel on every rank. All its blocks
-//     enter()          learn the epoch, find out whether the Buffer may work at all
+//     begin_enter()    ask for the epoch, and whether the Buffer may work at all
+//     enter()          learn it                                                (comm/header.cuh)
 //     open_headers()   tell the peers about this rank's call and read theirs   (comm/header.cuh)
 //     ...              move rows
 //     leave()          count in; the last block tells the peers and ends it    (comm/leave.cuh)

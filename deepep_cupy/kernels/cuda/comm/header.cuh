@@ -10,40 +10,57 @@
 
 // ---- entering ----
 
-// The thread that fills in s.mine, before enter(): of another warp than the one that works there.
+// Between begin_enter() and enter() a block does what needs no leave: fills in its header, reads
+// this rank's inputs.
+struct Entry {
+    u32 epoch;
+    u32 poisoned;
+    u32 abort;
+    u32 inside;  // serial of the operation that is at work already, 0 for none
+};
+
+// The thread that fills in s.mine, before enter(): not one that waits in begin_enter().
 DEVICE bool fills_header() {
-    return block_index() == 0 && thread_index() == kNumThreads - 32u;
+    return block_index() == 0 && thread_index() == (kNumWarps > 1 ? 32u : 0u);
 }
 
-// Words of all ranks' headers are dealt to the threads from the second warp on: the first one
-// waits for loads in enter().
-DEVICE u32 first_word() { return (thread_index() + kNumThreads - 32u) % kNumThreads; }
+// Words of all ranks' headers are dealt to the threads from the last one down: the first warps
+// have more to do between begin_enter() and enter().
+DEVICE u32 first_word() { return kNumThreads - 1u - thread_index(); }
 
-// Learns the epoch and whether to work. All threads of a block call it, after one has filled in
-// the header.
-DEVICE Verdict enter(const CommParams& c, CommShared& s) {
+// First of all in a kernel, by all threads: asks for the state of the Buffer.
+DEVICE Entry begin_enter(const CommParams& c) {
     // Release, long before the words are sent, in each thread that will send some: what earlier
     // kernels of this stream read or wrote (ordered before this thread by the kernel boundary)
     // precedes them at every peer. Headers speak of nothing that this kernel does.
     if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) fence_acq_rel_sys();
+    Entry entry = {};
+    if (thread_index() == 0) {
+        u8* own = own_region(c);
+        // Kernels of one Buffer run one after the other, so epoch and poison are stable here.
+        entry.epoch = ld_relaxed_gpu_u32(control_u32(own, kControlEpoch));
+        entry.poisoned = ld_relaxed_gpu_u32(control_u32(own, kControlPoisoned));
+        entry.abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
+        entry.inside = atom_cas_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u, c.serial);
+    }
+    return entry;
+}
+
+// Learns whether to work. All threads of a block call it.
+DEVICE Verdict enter(const CommParams& c, CommShared& s, const Entry& entry) {
     // A record shows zeros where a header never came.
     for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         s.headers[i / kHeaderWords][i % kHeaderWords] = 0;
     }
     if (thread_index() == 0) {
-        u8* own = own_region(c);
-        // Kernels of one Buffer run one after the other, so epoch and poison are stable here.
-        s.epoch = ld_relaxed_gpu_u32(control_u32(own, kControlEpoch));
-        u32 poisoned = ld_relaxed_gpu_u32(control_u32(own, kControlPoisoned));
-        u32 abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
-        u32 inside = atom_cas_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u, c.serial);
+        s.epoch = entry.epoch;
         s.failed = 0;
         s.last = 0;
         s.disagree = 0;
         s.verdict = kGo;
-        if (abort != 0u) s.verdict = kFailed;
-        if (poisoned != 0u) s.verdict = kPoisoned;
-        if (inside != 0u && inside != c.serial) {
+        if (entry.abort != 0u) s.verdict = kFailed;
+        if (entry.poisoned != 0u) s.verdict = kPoisoned;
+        if (entry.inside != 0u && entry.inside != c.serial) {
             s.verdict = kBusy;
             st_relaxed_sys_u64(c.report + kReportBusy, c.serial);
         }
@@ -55,7 +72,7 @@ DEVICE Verdict enter(const CommParams& c, CommShared& s) {
 // ---- sending ----
 
 // Sends s.mine to all ranks, this one included. Block 0 calls it, after a block barrier that
-// follows the writing of s.mine; each word's release is in enter().
+// follows the writing of s.mine; each word's release is in begin_enter().
 DEVICE void send_header(const CommParams& c, const CommShared& s) {
     for (u32 i = first_word(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         u32 peer = (c.rank + 1u + i / kHeaderWords) % kNumRanks;

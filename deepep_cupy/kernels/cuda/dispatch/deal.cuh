@@ -30,19 +30,19 @@ struct Deal {
     u32 num_tokens;
     u32 share;   // of a block
     u32 rest;    // of it, what is not some warp's first token
-    u32 ticket;  // lane 0: drawn already, for the token after the current one
+    u32 ticket;  // lane 0: for the token after the current one
 };
 
+// Each warp has a ticket to begin with; more are drawn, one ahead of need.
+DEVICE Deal begin_deal(u32 num_tokens) {
+    u32 share = share_of_block(num_tokens);
+    u32 ticket = warp_index() * num_blocks() + block_index();
+    return {num_tokens, share, share > kNumWarps ? share - kNumWarps : 0u, ticket};
+}
 DEVICE u32 draw_ticket(const CommParams& c) {
     // Relaxed: a number of its own for each warp is all that it means.
-    return atom_add_relaxed_gpu_u32(control_u32(own_region(c), kControlTickets), 1u);
-}
-
-DEVICE Deal begin_deal(const CommParams& c, u32 num_tokens) {
-    u32 share = share_of_block(num_tokens);
-    Deal deal = {num_tokens, share, share > kNumWarps ? share - kNumWarps : 0u, 0u};
-    if (deal.rest != 0u && lane_index() == 0) deal.ticket = draw_ticket(c);
-    return deal;
+    u32 drawn = atom_add_relaxed_gpu_u32(control_u32(own_region(c), kControlTickets), 1u);
+    return kNumWarps * num_blocks() + drawn;
 }
 
 // A token of this block's share; kNoToken where it has fewer tokens than warps.

@@ -8,8 +8,7 @@
 
 // What is known of `token` at rank `lane` before it is moved.
 struct Place {
-    u32 slot;    // what send_row says: a slot, with a cached handle a row; -1: not sent, as in all
-                 // lanes >= R
+    u32 slot;    // slot_of_lane()
     u64 before;  // another block's token: that block's before_slot(), as far as it was written
 };
 
@@ -19,10 +18,8 @@ DEVICE bool is_of_other_block(const DispatchCommon& d, const Deal& deal, u32 tok
 
 DEVICE Place place_of_lane(const CommParams& c, const DispatchCommon& d, const Deal& deal,
                            u32 token) {
-    Place place = {~0u, 0u};
-    if (lane_index() >= kNumRanks) return place;
-    place.slot = ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
-    if (is_of_other_block(d, deal, token)) {
+    Place place = {slot_of_lane(d, token), 0u};
+    if (lane_index() < kNumRanks && is_of_other_block(d, deal, token)) {
         place.before = ld_relaxed_gpu_u64(before_slot(c, token / deal.share) + lane_index());
     }
     return place;
@@ -76,6 +73,19 @@ DEVICE u32* scales_of_rank(const CommParams& c, const CommShared& comm, const Di
 
 // ---- what travels beside a row; row: this lane's find_row() ----
 
+// One word of the scales of a row from each lane that has one: to every rank that gets the row.
+DEVICE void send_words(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                       u32 row, u32 word, bool mine, u32 value) {
+    NO_UNROLL
+    for (u32 i = 0; i < kNumRanks; ++i) {
+        u32 rank = (c.rank + 1u + i) % kNumRanks;
+        u32 there = warp_shuffle(row, rank);
+        if (there == ~0u || !mine) continue;
+        st_u32(scales_of_rank(c, comm, d, rank) + static_cast<u64>(there) * d.num_scales + word,
+               value);
+    }
+}
+
 // Scales: words of any meaning, any strides at the source, row by row at the receiver.
 DEVICE void send_scales(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                         u32 token, u32 row) {
@@ -85,19 +95,12 @@ DEVICE void send_scales(const CommParams& c, const CommShared& comm, const Dispa
         bool mine = word < d.num_scales;
         u32 value = 0;
         if (mine) value = read_local_u32(source + static_cast<i64>(word) * d.scales_stride);
-        NO_UNROLL
-        for (u32 i = 0; i < kNumRanks; ++i) {
-            u32 rank = (c.rank + 1u + i) % kNumRanks;
-            u32 there = warp_shuffle(row, rank);
-            if (there == ~0u || !mine) continue;
-            st_u32(scales_of_rank(c, comm, d, rank) + static_cast<u64>(there) * d.num_scales + word,
-                   value);
-        }
+        send_words(c, comm, d, row, word, mine, value);
     }
 }
 
-// Source index, local expert numbers, weights, scales.
-DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+// Source index, local expert numbers, weights.
+DEVICE void send_choices(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                           u32 token, u32 row) {
     bool cached = d.layout == kLayoutCached;
     u32 lane = lane_index();
@@ -133,6 +136,12 @@ DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const Dis
             st_u32(weights + entry, local || cached ? weight : 0u);
         }
     }
+}
+
+// All of it.
+DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                          u32 token, u32 row) {
+    send_choices(c, comm, d, token, row);
     if (d.num_scales != 0u) send_scales(c, comm, d, token, row);
 }
 

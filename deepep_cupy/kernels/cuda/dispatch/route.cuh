@@ -21,15 +21,9 @@ DEVICE u64* before_slot(const CommParams& c, u32 block) {
     return control_u64(own_region(c), kControlBefore) + block * kNumRanks;
 }
 
-// Publishes this block's counts (lane r of each warp: rows for rank r), adds up everybody's, and
-// publishes the sum of those before.
-DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s, u32 rows) {
-    if (num_blocks() == 1) {
-        if (thread_index() < kNumRanks) s.total[thread_index()] = rows;
-        if (thread_index() == 0) s.bad_of_all = s.bad_token;
-        block_barrier();
-        return true;
-    }
+// Publishes this block's counts; lane r of each warp has its rows for rank r.
+DEVICE void publish_counts(const CommParams& c, const CommShared& comm, const RouteShared& s,
+                           u32 rows) {
     u64* mine = partial_slot(c, block_index());
     // Relaxed: all these words prove themselves by their epoch and speak of nothing else.
     if (thread_index() < kNumRanks) {
@@ -38,6 +32,10 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
     if (thread_index() == 0) {
         st_relaxed_gpu_u64(mine + kNumRanks, stamped(comm.epoch, s.bad_token));
     }
+}
+
+// Adds up what all blocks have published, and publishes the sum of those before this one.
+DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s) {
     bool ok = true;
     u32 words = num_blocks() * (kNumRanks + 1u);
     for (u32 i = thread_index(); i < words; i += kNumThreads) {
@@ -61,8 +59,7 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
     ok = !block_barrier_or(!ok);
     if (ok && thread_index() < kNumRanks) {
         // Release: the block's slots and its additions to the histogram (ordered by the barrier
-        // at the end of the scan) before this word. Not sooner, so that the counts wait for none
-        // of them.
+        // above) before this word. Not sooner, so that the counts wait for none of them.
         st_release_gpu_u64(before_slot(c, block_index()) + thread_index(),
                            stamped(comm.epoch, s.before[thread_index()]));
     }
@@ -72,7 +69,6 @@ DEVICE bool prefix_blocks(const CommParams& c, CommShared& comm, RouteShared& s,
 // After it this block may read what all blocks have written into send_row and the histogram. The
 // words are there by the time the ranks' headers are.
 DEVICE bool acquire_slots(const CommParams& c, CommShared& comm) {
-    if (num_blocks() == 1) return true;
     bool ok = true;
     for (u32 block = thread_index(); block < num_blocks(); block += kNumThreads) {
         u64* slot = before_slot(c, block);
@@ -125,33 +121,53 @@ DEVICE void complete_header(CommShared& comm, const RouteShared& s) {
     block_barrier();
 }
 
-// Routes this block's tokens and opens the operation. before_handshake() runs in all threads once
-// the block's own slots are known and before the ranks wait for each other. After kGo:
+// From this block's tokens to what all blocks of this rank have for each rank, and its header.
+template <class Begin>
+DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCommon& d,
+                         RouteShared& s, const Ahead& ahead, Begin begin_work) {
+    for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) s.total[i] = s.before[i] = 0;
+    if (thread_index() == 0) s.bad_token = s.bad_of_all = ~0u;
+    bool counts = d.layout == kLayoutTopk;
+    u32 rows = scan_block(d, s, ahead);
+    if (num_blocks() == 1) {
+        if (thread_index() < kNumRanks) s.total[thread_index()] = rows;
+        if (thread_index() == 0) s.bad_of_all = s.bad_token;
+        block_barrier();
+        complete_header(comm, s);
+        send_header(c, comm);
+        begin_work();
+        if (counts) count_experts(c, d);
+        block_barrier();
+        return true;
+    }
+    publish_counts(c, comm, s, rows);
+    begin_work();
+    if (counts) count_experts(c, d);
+    if (!add_up_counts(c, comm, s)) return false;
+    if (block_index() == 0) {
+        complete_header(comm, s);
+        send_header(c, comm);
+    }
+    return acquire_slots(c, comm);
+}
+
+// Routes this block's tokens and opens the operation. begin_work() runs in all threads of a block
+// that has entered, once its own slots are known. After kGo:
 //   send_row   slots of all tokens (absolute rows with a cached handle)
 //   s.before, s.lower   what to add to a slot of this block's; before_slot() has other blocks'
 //   comm.headers        where every rank wants its rows
-template <class Early>
+template <class Begin>
 DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                     RouteShared& s, Early before_handshake) {
-    bool cached = d.layout == kLayoutCached;
-    u32 rows = 0;
-    if (!cached) {
-        for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) s.total[i] = s.before[i] = 0;
-        if (thread_index() == 0) s.bad_token = s.bad_of_all = ~0u;
-        block_barrier();
-        rows = scan_block(c, d, s);
+                     RouteShared& s, const Ahead& ahead, Begin begin_work) {
+    if (d.layout == kLayoutCached) {
+        if (block_index() == 0) send_header(c, comm);
+        begin_work();
+        return open_headers(c, comm);
     }
-    before_handshake();
-    if (!cached && !prefix_blocks(c, comm, s, rows)) return kFailed;
-    if (block_index() == 0) {
-        if (!cached) complete_header(comm, s);
-        send_header(c, comm);
-    }
-    if (!cached && !acquire_slots(c, comm)) return kFailed;
+    if (!route_tokens(c, comm, d, s, ahead, begin_work)) return kFailed;
     if (is_clerk() && d.layout == kLayoutTopk) send_expert_counts(c, comm, d);
-
     Verdict verdict = open_headers(c, comm);
-    if (verdict != kGo || cached) return verdict;
+    if (verdict != kGo) return verdict;
     for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
         u32 lower = 0;
         for (u32 source = 0; source < c.rank; ++source) {
