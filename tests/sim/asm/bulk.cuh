@@ -12,7 +12,14 @@ DEVICE Vec16 ld_shared_v4(const void* p, sim::Where where = SIM_HERE) {
     return v;
 }
 DEVICE void st_shared_v4(void* p, const Vec16& v, sim::Where where = SIM_HERE) {
-    sim::shared_store16(p, &v, where);
+    sim::shared_store(p, &v, 16, where);
+}
+DEVICE void st_shared_v2(void* p, u32 first, u32 second, sim::Where where = SIM_HERE) {
+    u32 words[2] = {first, second};
+    sim::shared_store(p, words, 8, where);
+}
+DEVICE void st_shared_u32(void* p, u32 v, sim::Where where = SIM_HERE) {
+    sim::shared_store(p, &v, 4, where);
 }
 
 DEVICE void mbarrier_init(u64* barrier, u32 arrivals, sim::Where where = SIM_HERE) {

@@ -47,7 +47,7 @@ u32 shared_rmw(u32* p, u32 value, int op, Where where);  // op 0: add, 1: or, 2:
 
 // ---- the bulk copy engine ----
 void shared_load16(void* out, const void* p, Where where);
-void shared_store16(void* p, const void* data, Where where);
+void shared_store(void* p, const void* data, u32 bytes, Where where);
 void mbarrier_init(void* barrier, u32 arrivals, Where where);
 void fence_mbarrier_init(Where where);
 void mbarrier_arrive_expect(void* barrier, u32 bytes, Where where);

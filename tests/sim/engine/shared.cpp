@@ -97,7 +97,9 @@ void shared_access(Block& block, const Actor& a, u64 offset, u32 bytes, bool wri
 u64 shared_offset(Block& block, const void* p, u32 bytes, Where where) {
     i64 offset = static_cast<const u8*>(p) - block.shared;
     i64 size = block.launch->command->shared_bytes;
-    if (offset < 0 || offset + bytes > size || offset % 16 != 0 || bytes % 16 != 0) {
+    u32 unit = bytes % 16 == 0 ? 16 : bytes;  // a wrapper's 4 or 8 bytes, or a bulk copy's many
+    bool narrow = bytes == 4 || bytes == 8;
+    if (offset < 0 || offset + bytes > size || offset % unit != 0 || !(unit == 16 || narrow)) {
         fatal(std::string("an address or size that shared memory does not have at ") + where.file +
               ":" + std::to_string(where.line));
     }
@@ -121,13 +123,13 @@ void shared_load16(void* out, const void* p, Where where) {
     std::memcpy(out, p, 16);
 }
 
-void shared_store16(void* p, const void* data, Where where) {
+void shared_store(void* p, const void* data, u32 bytes, Where where) {
     Thread& t = *m.current;
     maybe_switch(t, where);
-    u32 record = record_wrapper(t, Did::store, 16, where);
-    shared_access(*t.block, actor_of(t, kWeakAccess, record), shared_offset(*t.block, p, 16, where),
-                  16, true, nullptr);
-    std::memcpy(p, data, 16);
+    u32 record = record_wrapper(t, Did::store, bytes, where);
+    shared_access(*t.block, actor_of(t, kWeakAccess, record),
+                  shared_offset(*t.block, p, bytes, where), bytes, true, nullptr);
+    std::memcpy(p, data, bytes);
 }
 
 u32 shared_rmw(u32* p, u32 value, int op, Where where) {

@@ -114,7 +114,7 @@ PLANTED: tuple[Planted, ...] = (
             (
                 "if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) "
                 "fence_acq_rel_sys();",
-                "if (thread_index() == kNumThreads - 1u) fence_acq_rel_sys();",
+                "if (thread_index() == 0) fence_acq_rel_sys();",
             )
         ),
         _focus(ROUND),
@@ -327,7 +327,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "a token dealt before its block's slots are acquired",
         ("dispatch_bulk",),
-        change(("first_token(work.deal), work.next", "next_token(c, work.deal), work.next")),
+        change(("token = first_token(work.deal);", "token = next_token(c, work.deal);")),
         _focus(DISPATCH, bulk=True, row_bytes=(48, 384)),
         "dispatch by bulk copies, several blocks",
     ),
