@@ -11,7 +11,7 @@ from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.forms import CombineForm, DispatchForm, Glance, Memo
 from deepep_cupy.api.handle import DispatchHandle, Signature
 from deepep_cupy.api.tuning import Config
-from deepep_cupy.engines.base import ALL_MODES, Streams
+from deepep_cupy.engines.base import ALL_MODES, HERE, Streams
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import ARGUMENTS, Layout, Refusal, RefusalCode
 from deepep_cupy.plan.spec import BufferSpec
@@ -126,7 +126,7 @@ class Checks:
         background = self.flag(operation, "async_finish", async_finish)
         allocate = self.flag(operation, "allocate_on_comm_stream", allocate_on_comm_stream)
         if previous_event is None and not background and not allocate:
-            return Streams()
+            return HERE
         self.need(operation, "async_finish" if background else "previous_event", "events")
         if previous_event is not None and not isinstance(previous_event, EventOverlap):
             self.refuse(

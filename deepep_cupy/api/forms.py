@@ -42,12 +42,14 @@ __all__ = [
     "listed",
 ]
 
-Glance: TypeAlias = Callable[[object, bool], tuple[tuple[int, ...], Any] | None]
+Seen: TypeAlias = tuple[tuple[int, ...], Any]
+Glance: TypeAlias = Callable[[object, bool], Seen | None]
 """``Engine.glance``."""
-Key: TypeAlias = tuple[object, ...]
+Key: TypeAlias = tuple[Any, ...]
 F = TypeVar("F", bound=Form)
 
 _MASK = Layout.MASK
+_NOTHING = (type(None),) * 5
 _MOST_FORMS = 64
 
 
@@ -83,41 +85,65 @@ class DispatchArguments(NamedTuple):
 
 def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> Key | None:
     """The key of the form of a dispatch."""
-    x, scales, handle = given.x, None, given.handle
-    if type(x) is tuple and len(x) == 2:
-        x, scales = x
-        if scales is None:
+    x, scales, handle, weights = given.x, None, given.handle, given.topk_weights
+    types = tuple(map(type, given))
+    if types[0] is tuple:
+        if len(x) != 2:
             return None
+        x, scales = x
     seen = glance(x, False)
     if seen is None or len(seen[0]) != 2:
         return None
     (tokens, hidden), dtype = seen
     if tokens > most_tokens:
         return None
-    kind: Key | None = None
+    kind = of_scales = of_choices = of_weights = of_others = None
     if handle is not None:
-        if type(handle) is not DispatchHandle or handle.routing.num_tokens != tokens:
-            return None
         worst = given.num_worst_tokens
+        if types[1] is not DispatchHandle or handle.routing.num_tokens != tokens:
+            return None
         if type(worst) is not int or (worst != 0 and worst != handle.num_recv_tokens):
             return None
         kind = _kind(handle)
-    parts: list[object] = [hidden, dtype, kind, type(given.previous_event)]
-    for array in (scales, given.topk_idx, given.topk_weights, given.is_token_in_rank):
-        if array is None:
-            parts.append(None)
-            continue
-        seen = glance(array, array is scales)
-        if seen is None or seen[0][:1] != (tokens,):
+    if scales is not None:
+        of_scales = _by_row(glance(scales, True), tokens)
+        if of_scales is None:
             return None
-        parts.append((seen[0][1:], seen[1]))
-    for array in given[5:9]:  # counts and statistics
-        seen = None if array is None else glance(array, False)
-        if seen is None and array is not None:
+    if given.topk_idx is not None:
+        of_choices = _by_row(glance(given.topk_idx, False), tokens)
+        if of_choices is None:
             return None
-        parts.append(seen)
-    options = given[10:]
-    return (*parts, options, *map(type, options))
+    if weights is not None:
+        of_weights = _by_row(glance(weights, False), tokens)
+        if of_weights is None:
+            return None
+    if types[4:9] != _NOTHING:
+        of_others = _others(given, glance, tokens)
+        if of_others is None:
+            return None
+    return types, hidden, dtype, kind, of_scales, of_choices, of_weights, of_others, given[10:]
+
+
+def _by_row(seen: Seen | None, rows: int) -> Key | None:
+    """What counts of an array that must have so many rows: all but these."""
+    if seen is None:
+        return None
+    shape, dtype = seen
+    return (shape[1:], dtype) if shape[:1] == (rows,) else None
+
+
+def _others(given: DispatchArguments, glance: Glance, tokens: int) -> Key | None:
+    """What counts of mask, counts and statistics."""
+    parts: list[object] = []
+    for array in given[4:9]:
+        part: object = None
+        if array is not None:
+            seen = glance(array, False)
+            part = _by_row(seen, tokens) if array is given.is_token_in_rank else seen
+            if part is None:
+                return None
+        parts.append(part)
+    return tuple(parts)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -203,33 +229,29 @@ class CombineArguments(NamedTuple):
 
 def combine_key(given: CombineArguments, glance: Glance) -> Key | None:
     """The key of the form of a combine."""
-    handle = given.handle
-    if type(handle) is not DispatchHandle:
+    handle, weights, types = given.handle, given.topk_weights, tuple(map(type, given))
+    if types[1] is not DispatchHandle:
         return None
-    seen = glance(given.x, False)
     rows = handle.routing.num_rows
-    if seen is None or len(seen[0]) != 2 or seen[0][0] != rows:
+    of_x = _by_row(glance(given.x, False), rows)
+    if of_x is None or len(of_x[0]) != 1:
         return None
-    parts: list[object] = [seen[0][1], seen[1], type(given.previous_event), _kind(handle)]
-    number = (rows,)
-    for array in (given.topk_weights, given.row_weights):
-        if array is None:
-            parts.append(None)
-            continue
-        seen = glance(array, False)
-        if seen is None or seen[0][:1] != number:
+    of_weights = of_others = None
+    if weights is not None:
+        of_weights = _by_row(glance(weights, False), rows)
+        if of_weights is None:
             return None
-        parts.append((seen[0][1:], seen[1]))
-    bias, out = given.bias, given.out
-    if bias is not None or out is not None:
-        number = (handle.num_tokens,)
-        for array in (out, *listed(bias)):
-            seen = None if array is None else glance(array, False)
-            if array is not None and (seen is None or seen[0][:1] != number):
+    if types[3:6] != _NOTHING[:3]:
+        parts = []
+        tokens = handle.num_tokens
+        wanted = (rows, given.row_weights), (tokens, given.out)
+        for number, array in (*wanted, *((tokens, each) for each in listed(given.bias))):
+            part = None if array is None else _by_row(glance(array, False), number)
+            if part is None and array is not None:
                 return None
-            parts.append(None if seen is None else (seen[0][1:], seen[1]))
-    options = given[7:]
-    return (*parts, options, *map(type, options))
+            parts.append(part)
+        of_others = tuple(parts)
+    return types, of_x, _kind(handle), of_weights, of_others, given[7:]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from deepep_cupy.plan.headers import Kind, Refusal
 
 __all__ = [
     "ALL_MODES",
+    "HERE",
     "Array",
     "CombineCall",
     "CombineOutput",
@@ -99,7 +100,8 @@ class Streams:
     allocate_on_comm_stream: bool = False
 
 
-_HERE = Streams()
+HERE = Streams()
+"""On the current stream, which waits; where the api says this, it is this very object."""
 
 
 @dataclass(eq=False, slots=True)
@@ -240,7 +242,7 @@ class DispatchCall:
     zero_padding: bool = False
     recv_stats: Array | None = None
     num_sms: int | None = None
-    streams: Streams = _HERE
+    streams: Streams = HERE
     form: Form = field(default_factory=Form)
 
 
@@ -305,7 +307,7 @@ class CombineCall:
     row_weights: Array | None = None
     out: Array | None = None
     num_sms: int | None = None
-    streams: Streams = _HERE
+    streams: Streams = HERE
     form: Form = field(default_factory=Form)
 
 

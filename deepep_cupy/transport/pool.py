@@ -129,7 +129,7 @@ class Pool:
             if self.given_back:
                 self._drain(may_record=not capture)
             for nbytes, label in wanted:
-                block = self._place(round_up(nbytes), stream, label, capture)
+                block = self._place(nbytes, stream, label, capture)
                 if block is None:
                     break
                 blocks.append(block)
@@ -150,7 +150,7 @@ class Pool:
             gc.collect()
             with self._guard:
                 self._drain(may_record=True)
-                block = self._place(round_up(nbytes), stream, label, capture)
+                block = self._place(nbytes, stream, label, capture)
             if block is not None:
                 return block
         blocks, numbers = self.live(), self.statistics()
@@ -312,6 +312,8 @@ class Pool:
 
     def _place(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
         """In the place of the last one of its kind, else where there is room."""
+        if nbytes <= 0 or nbytes % ALIGNMENT:
+            nbytes = round_up(nbytes)
         resting = self._resting[nbytes >= self._large].blocks.get((nbytes, stream))
         if resting and not capture:
             offset = resting.pop().offset
@@ -379,7 +381,8 @@ class Pool:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
         queue = self.given_back
         foreign: dict[Stream, Mark] = {}
-        tick = self._clock.tick
+        tick, live = self._clock.tick, self._live
+        resting, large = self._resting, self._large
         while queue:
             block = queue.popleft()
             if block.retired:
@@ -392,8 +395,10 @@ class Pool:
                 if not block.capture:
                     foreign.update((stream, self._clock.mark(stream)) for stream in block.uses)
             else:
-                self._forget(block)
-                self._resting[block.room >= self._large].put(block, tick)
+                block.retired = True
+                del live[block.offset]
+                self._live_bytes -= block.nbytes
+                resting[block.room >= large].put(block, tick)
         if may_record and foreign:
             # Another stream than the block's own will be waited for sooner or later; an event
             # recorded now leaves out the work that it is given next.
@@ -401,13 +406,10 @@ class Pool:
         if may_record and len(self._free) > self._compact_at:
             self._compact()
 
-    def _forget(self, block: Block) -> None:
+    def _retire(self, block: Block) -> None:
         block.retired = True
         del self._live[block.offset]
         self._live_bytes -= block.nbytes
-
-    def _retire(self, block: Block) -> None:
-        self._forget(block)
         self._resting[block.room >= self._large].loose.discard(block)
         self._cut(block, self._free)
         mark = self._clock.mark

@@ -439,7 +439,9 @@ def rests_with_its_other_users(patch):
         if block.capture or block.quarantined:
             right(self, block)
         else:
-            self._forget(block)
+            block.retired = True
+            del self._live[block.offset]
+            self._live_bytes -= block.nbytes
             self._resting[block.room >= self._large].put(block, self._clock.tick)
 
     patch.setattr(Pool, "_retire", retire)

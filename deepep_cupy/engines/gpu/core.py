@@ -7,7 +7,7 @@ import time
 from dataclasses import fields, replace
 from typing import Any
 
-from deepep_cupy.engines.base import CombineCall, DispatchCall, Streams
+from deepep_cupy.engines.base import HERE, CombineCall, DispatchCall, Streams
 from deepep_cupy.engines.gpu.launches import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.engines.gpu.news import News
@@ -105,7 +105,7 @@ class Core:
     def __exit__(self, *error: object) -> None:
         self._device.__exit__(*error)
 
-    def begin(self, streams: Streams | None = None) -> Turn:
+    def begin(self, streams: Streams = HERE) -> Turn:
         """Begin an operation: on the current stream, or on the communication stream, ordered
         behind the last operation of any Buffer on this GPU. Counts the serial up. ``launched``
         must follow, and ``end`` in any case."""
@@ -116,7 +116,7 @@ class Core:
                 "this stream cannot be used while another stream is being captured; use a stream "
                 "made with non_blocking=True."
             )
-        if streams is not None and (streams.async_finish or streams.previous_event is not None):
+        if streams is not HERE and (streams.async_finish or streams.previous_event is not None):
             turn = Turn(self)
             turn.current, turn.capture = stream, capture
             self._move_to_comm(turn, streams)

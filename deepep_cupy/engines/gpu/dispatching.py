@@ -12,6 +12,7 @@ has neither them nor indices. ``dispatch/deliver.cuh`` knows where the scales be
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from deepep_cupy.engines.base import DispatchCall, DispatchOutput, Routing
@@ -28,17 +29,17 @@ from deepep_cupy.engines.gpu.received import (
 )
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
+from deepep_cupy.kernels.registry import DISPATCH
 from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag
 from deepep_cupy.plan.launch import GridPlan, access_bytes
 from deepep_cupy.plan.layout import align
 from deepep_cupy.plan.local import local_blocks
-from deepep_cupy.transport.block import Block
+from deepep_cupy.transport.block import Block, round_up
 
 __all__ = ["Dispatcher"]
 
 _NARROW = (4, 1)
 """Access widths where rows or bases are no multiple of 16 bytes."""
-_NO_SCALES = (0, 0, 0)
 _DISPATCH = Kind.DISPATCH
 _NOT_IN_GRAPHS = (
     "dispatch(): the host must wait for the counts, which is not possible while a graph is being "
@@ -68,6 +69,22 @@ class _Meta:
         self.nbytes = self.scales_at + 4 * capacity * scales
 
 
+_meta_of = lru_cache(maxsize=256)(_Meta)
+
+_FIELDS = tuple(param.name for param in DISPATCH.params)
+_TOKENS, _ACCESS = _FIELDS.index("num_tokens"), _FIELDS.index("access_bytes")
+
+
+def _fields(first: str, last: str) -> slice:
+    return slice(_FIELDS.index(first), _FIELDS.index(last) + 1)
+
+
+_GIVEN = _fields("x", "is_token_in_rank")
+_SCALES = _fields("scales", "scales_stride")
+_WORDS = _fields("send_row", "real_rows")
+_PLACES = _fields("no_wait", "index_offset")
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What dispatches of one form have in common.
@@ -79,9 +96,8 @@ class _Plan:
         local: El with choices, else 0.
         capacity: C of a new route; of a cached one its handle knows.
         parts: Of the meta block of a new route.
-        access: The widest access that ``row_bytes`` allows.
-        sizes: Fields ``num_topk`` to ``num_scales`` of ``DispatchCommon``.
-        kinds: Fields ``dtype`` to ``layout_flags``.
+        wanted: Blocks of a new route.
+        fields: Of ``DispatchCommon``, but for what differs from call to call.
         grids: Blocks.
     """
 
@@ -91,9 +107,8 @@ class _Plan:
     local: int
     capacity: int
     parts: _Meta
-    access: int
-    sizes: tuple[int, ...]
-    kinds: tuple[int, ...]
+    wanted: tuple[tuple[int, str], ...]
+    fields: list[int]
     grids: GridPlan
 
 
@@ -142,24 +157,36 @@ class Dispatcher:
             words = num_words(spec.num_max_tokens_per_rank, spec.num_ranks, local)
         row_bytes, num_scales = x.shape[1] * x.itemsize, 0 if scales is None else scales.shape[1]
         has_weights = weights is not None
+        fields = dict.fromkeys(_FIELDS, 0)
+        fields.update(
+            num_topk=topk,
+            has_weights=has_weights,
+            index_bytes=index_bytes,
+            num_experts=experts,
+            experts_per_rank=local or 1,
+            num_reported_experts=local,
+            experts_offset=core.control.experts,
+            expert_alignment=alignment,
+            row_bytes=row_bytes,
+            num_scales=num_scales,
+            access_bytes=access_bytes(row_bytes, (), _NARROW),
+            dtype=dtype_code_of(x.dtype, scales),
+            layout=layout,
+            layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
+        )
+        parts = _Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales)
         return _Plan(
             row_bytes=row_bytes,
             topk=topk,
             num_scales=num_scales,
             local=local,
             capacity=capacity,
-            parts=_Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales),
-            access=access_bytes(row_bytes, (), _NARROW),
-            sizes=(
-                *(topk, has_weights, index_bytes),
-                *(experts, local or 1, local, core.control.experts, alignment),
-                *(row_bytes, num_scales),
+            parts=parts,
+            wanted=(
+                (round_up(parts.nbytes), "indices of dispatch()"),
+                (round_up(capacity * row_bytes), "recv_x of dispatch()"),
             ),
-            kinds=(
-                dtype_code_of(x.dtype, scales),
-                int(layout),
-                int(LayoutFlag.EXPANDED) if call.expand else 0,
-            ),
+            fields=[int(value) for value in fields.values()],
             grids=core.grid_plan(call.num_sms),
         )
 
@@ -170,10 +197,7 @@ class Dispatcher:
         waits = call.num_worst_tokens is None
         if waits and turn.capture != 0:
             raise ContractError(_NOT_IN_GRAPHS)
-        blocks = turn.alloc(
-            (parts.nbytes, "indices of dispatch()"),
-            (plan.capacity * plan.row_bytes, "recv_x of dispatch()"),
-        )
+        blocks = turn.alloc(*plan.wanted)
         meta, rows = blocks
         at = meta.offset
         words = Addresses(core.arrays.base + at, len(call.x), ranks, local, waited=waits)
@@ -183,13 +207,24 @@ class Dispatcher:
             plan,
             blocks,
             (
-                *(words.send_row, words.rows_per_rank, words.psum_recv_rows),
-                *(words.expert_counts if local else 0, words.psum_expert_rows),
-                *(address(call.recv_stats), words.birth, 0, 0),
+                words.send_row,
+                words.rows_per_rank,
+                words.psum_recv_rows,
+                words.expert_counts if local else 0,
+                words.psum_expert_rows,
+                address(call.recv_stats),
+                words.birth,
+                0,
+                0,
             ),
-            not waits,
-            plan.capacity,
-            (rows.offset, at + parts.sources_at, at + parts.weights_at, at + parts.index_at),
+            (
+                not waits,
+                plan.capacity,
+                rows.offset // OFFSET_UNIT,
+                (at + parts.sources_at) // OFFSET_UNIT,
+                (at + parts.weights_at) // OFFSET_UNIT,
+                (at + parts.index_at) // OFFSET_UNIT,
+            ),
         )
         # What can be done before the counts come costs a host that waits for them nothing.
         own = core.arrays.own
@@ -257,19 +292,25 @@ class Dispatcher:
             blocks = turn.alloc((row_bytes, label))
             scales_at = 0
         else:
-            parts = _Meta(0, 0, number, plan.topk, weights is not None, 0, plan.num_scales)
+            parts = _meta_of(0, 0, number, plan.topk, weights is not None, 0, plan.num_scales)
             blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
             scales_at = parts.scales_at
-        meta = blocks[-1].offset
+        at = blocks[-1].offset
+        meta = at // OFFSET_UNIT
         self._launch(
             turn,
             call,
             plan,
             blocks,
             (known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
-            not routing.waited,
-            number,
-            (blocks[0].offset, meta, meta, meta + scales_at),
+            (
+                not routing.waited,
+                number,
+                blocks[0].offset // OFFSET_UNIT,
+                meta,
+                meta,
+                (at + scales_at) // OFFSET_UNIT,
+            ),
         )
         core.news.at_risk(blocks)
         recv_x = arrays.array(arrays.own(blocks[0]), (number, x.shape[1]), x.dtype)
@@ -291,53 +332,41 @@ class Dispatcher:
         call: DispatchCall,
         plan: _Plan,
         blocks: list[Block],
-        known: tuple[int, ...],
-        no_wait: bool,
-        capacity: int,
-        offsets: tuple[int, int, int, int],
+        words: tuple[int, ...],
+        places: tuple[int, ...],
     ) -> None:
-        """Launch. Here alone the fields of ``DispatchCommon`` stand in their order.
+        """Launch with the fields that the plan knows, and with those of this call.
 
         Args:
             turn: Of the operation.
             call: The call.
             plan: Its plan.
             blocks: Given back if that fails.
-            known: Fields ``send_row`` to ``real_rows``.
-            no_wait: The host learns no count.
-            capacity: Rows that the receive block holds.
-            offsets: Fields ``rows_offset`` to ``index_offset``, in bytes.
+            words: Fields ``send_row`` to ``real_rows``.
+            places: Fields ``no_wait`` to ``index_offset``.
         """
-        core, x, scales, access = self._core, call.x, call.scales, plan.access
-        source, tokens = x.data.ptr, len(x)
-        if source % access:
-            access = access_bytes(plan.row_bytes, (source,), _NARROW)
-        topk_idx, weights, where = call.topk_idx, call.topk_weights, _NO_SCALES
+        core, x, scales, mask = self._core, call.x, call.scales, call.is_token_in_rank
+        topk_idx, weights = call.topk_idx, call.topk_weights
+        fields, source, tokens = plan.fields.copy(), x.data.ptr, len(x)
+        fields[_GIVEN] = (
+            source,
+            0 if topk_idx is None else topk_idx.data.ptr,
+            0 if weights is None else weights.data.ptr,
+            0 if mask is None else mask.data.ptr,
+        )
         if scales is not None:
             by_token, by_scale = scales.strides
-            where = (scales.data.ptr, by_token // 4, by_scale // 4)
-        rows, sources, weights_at, index_at = offsets
+            fields[_SCALES] = scales.data.ptr, by_token // 4, by_scale // 4
+        fields[_WORDS] = words
+        fields[_TOKENS] = tokens
+        access = fields[_ACCESS]
+        if source % access:
+            access = fields[_ACCESS] = access_bytes(plan.row_bytes, (source,), _NARROW)
+        fields[_PLACES] = places
         name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
         try:
             launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
-            launch.operation(
-                source,
-                0 if topk_idx is None else topk_idx.data.ptr,
-                0 if weights is None else weights.data.ptr,
-                address(call.is_token_in_rank),
-                *where,
-                *known,
-                tokens,
-                *plan.sizes,
-                access,
-                *plan.kinds,
-                no_wait,
-                capacity,
-                rows // OFFSET_UNIT,
-                sources // OFFSET_UNIT,
-                weights_at // OFFSET_UNIT,
-                index_at // OFFSET_UNIT,
-            )
+            launch.operation(*fields)
             launch(core.serial, turn.stream.ptr)
         except BaseException:
             core.give_back(blocks)

@@ -74,7 +74,8 @@ class News:
             serial: Only the refusal of this launch; older ones wait for the next call.
         """
         report = self._report
-        if report.is_quiet and self._failed is None and not self._refused:
+        view = report.view
+        if view[0] == report.seen and not (view[report.busy_at] or self._failed or self._refused):
             return
         if report.has_news:
             for record in report.take():

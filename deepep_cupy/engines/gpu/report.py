@@ -61,6 +61,12 @@ class Report:
 
     Args:
         layout: Where they lie.
+
+    Attributes:
+        words: All of them.
+        view: The same, cheaper to ask for one.
+        seen: Number of records that ``take`` has returned; word 0 is that of those written.
+        busy_at: Where ``busy_serial`` lies.
     """
 
     def __init__(self, layout: ReportLayout) -> None:
@@ -71,10 +77,10 @@ class Report:
         self._memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
         self.words: NDArray[np.uint64] = np.frombuffer(self._memory, np.uint64, layout.num_words)
         self.words[:] = 0
-        self._view: Any = memoryview(self.words)  # type: ignore[arg-type]  # cheaper to index
-        self._seen = 0
-        self._busy = layout.busy
-        halves = self._view.cast("B").cast("I")[2 * layout.rows :]
+        self.view: Any = memoryview(self.words)  # type: ignore[arg-type]
+        self.seen = 0
+        self.busy_at = layout.busy
+        halves = self.view.cast("B").cast("I")[2 * layout.rows :]
         self._numbers, self._stamps = halves[::2], halves[1::2]
 
     @property
@@ -97,32 +103,26 @@ class Report:
     # ------------------------------------------------------------------------------ failures
 
     @property
-    def is_quiet(self) -> bool:
-        """True when there are no news, and no launch found the Buffer busy."""
-        view = self._view
-        return bool(view[0] == self._seen and not view[self._busy])
-
-    @property
     def has_news(self) -> bool:
         """True when a record has been written that ``take`` has not returned."""
-        return bool(self._view[0] != self._seen)
+        return bool(self.view[0] != self.seen)
 
     @property
     def busy_serial(self) -> int:
         """Serial of a launch that found the Buffer busy; 0: none did."""
-        return int(self._view[self._busy])
+        return int(self.view[self.busy_at])
 
     def take(self) -> list[Record]:
         """The records written since the last call, oldest first; at most ``NUM_RECORDS``."""
-        written = int(self._view[0])
-        first = max(self._seen, written - NUM_RECORDS)
-        self._seen = written
+        written = int(self.view[0])
+        first = max(self.seen, written - NUM_RECORDS)
+        self.seen = written
         return [self._read(number) for number in range(first, written)]
 
     def clear(self) -> None:
         """Forget everything: the kernels' own counters are zeroed too."""
         self.words[:] = 0
-        self._seen = 0
+        self.seen = 0
 
     def _read(self, number: int) -> Record:
         layout, width = self._layout, header_words(self._layout.num_ranks)
