@@ -136,13 +136,13 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
         complete_header(comm, s);
         send_header(c, comm);
         begin_work();
-        if (counts) count_experts(c, d);
+        if (counts) count_experts(c, d, s);
         block_barrier();
         return true;
     }
     publish_counts(c, comm, s, rows);
     begin_work();
-    if (counts) count_experts(c, d);
+    if (counts) count_experts(c, d, s);
     if (!add_up_counts(c, comm, s)) return false;
     if (block_index() == 0) {
         complete_header(comm, s);

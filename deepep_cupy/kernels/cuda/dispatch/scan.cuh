@@ -4,9 +4,13 @@
 //
 // A lane looks at one choice. The choices of a token have a power of two of lanes side by side, so
 // that a ballot of "mine is at rank r" holds a group of bits for each of the warp's tokens. A mask
-// of ranks is a choice of ranks.
+// of ranks is a choice of ranks. The code is kept short, loops rolled: a kernel that begins with
+// cold caches fetches each line of it from memory, which costs more than running it.
 #include "common/access.cuh"
 #include "dispatch/deal.cuh"
+
+constexpr u32 kScanDepth = 4;  // choices a lane has in flight
+constexpr u32 kCountedExperts = 256;  // at a time
 
 // The routing part of a block's shared memory.
 struct RouteShared {
@@ -16,14 +20,15 @@ struct RouteShared {
     u32 total[kNumRanks];                      // rows this rank sends to each rank
     u32 before[kNumRanks];                     // of them, rows of lower blocks
     u32 lower[kNumRanks];                      // rows that lower ranks send to each rank
-    u32 warp_rows[2][kNumWarps][kNumRanks];    // rows of each warp, by parity of the turn
+    union {
+        u32 warp_rows[2][kNumWarps][kNumRanks];  // of the scan, by parity of the turn
+        u32 choices[kCountedExperts];            // of some experts, after the scan
+    };
 };
 
 // Added to the number of a token that names an expert twice: tokens with an expert out of range
 // are reported first.
 constexpr u32 kDuplicate = 0x80000000u;
-
-constexpr u32 kScanDepth = 4;  // choices a lane has in flight
 
 // How a warp's lanes are dealt to the choices of its tokens.
 struct Columns {
@@ -36,7 +41,9 @@ struct Columns {
 
 DEVICE Columns columns_of(const DispatchCommon& d) {
     Columns at = {d.layout == kLayoutMask ? kNumRanks : d.num_topk, 0u, 1u, 0u, 0u};
+    NO_UNROLL
     while ((1u << at.shift) < at.number) ++at.shift;
+    NO_UNROLL
     for (u32 step = 1u << at.shift; step < 32u; step *= 2u) at.leaders |= at.leaders << step;
     at.column = lane_index() & ((1u << at.shift) - 1u);
     at.leader = lane_index() - at.column;
@@ -50,19 +57,14 @@ DEVICE u32 slot_of_lane(const DispatchCommon& d, u32 token) {
     return ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
 }
 
-DEVICE i64 read_expert(const DispatchCommon& d, u64 position) {
-    if (d.index_bytes == 8) {
-        return static_cast<i64>(read_local_u64(reinterpret_cast<const u64*>(d.topk_idx) + position));
-    }
-    return static_cast<i32>(read_local_u32(reinterpret_cast<const u32*>(d.topk_idx) + position));
+// An expert, -1 for none, of 8 or 4 bytes; or a byte of a mask: 0, or -1 for none.
+DEVICE i64 read_choice(const u8* p, u32 bytes) {
+    if (bytes == 8) return static_cast<i64>(read_local_u64(reinterpret_cast<const u64*>(p)));
+    if (bytes == 4) return static_cast<i32>(read_local_u32(reinterpret_cast<const u32*>(p)));
+    return ld_u8(p) != 0 ? 0 : -1;
 }
-
-// The expert, or the rank of a mask, that this lane's column of the token names; -1: none.
-DEVICE i64 read_choice(const DispatchCommon& d, const Columns& at, u32 token) {
-    if (at.column >= at.number) return -1;
-    u64 position = static_cast<u64>(token) * at.number + at.column;
-    if (d.layout != kLayoutMask) return read_expert(d, position);
-    return ld_u8(d.is_token_in_rank + position) != 0 ? static_cast<i64>(at.column) : -1;
+DEVICE i64 read_expert(const DispatchCommon& d, u64 position) {
+    return read_choice(d.topk_idx + position * d.index_bytes, d.index_bytes);
 }
 
 // Whether another lane of this token has the same expert. All lanes call it.
@@ -70,6 +72,7 @@ DEVICE bool is_named_twice(const Columns& at, u32 expert) {
     bool twice = false;
     u32 lanes = 1u << at.shift;
     // Half way round the token's lanes: every pair meets.
+    NO_UNROLL
     for (u32 distance = 1; distance <= lanes / 2u; ++distance) {
         u32 other = at.leader + ((at.column + distance) & (lanes - 1u));
         twice |= warp_shuffle(expert, other) == expert;
@@ -79,9 +82,10 @@ DEVICE bool is_named_twice(const Columns& at, u32 expert) {
 
 // What a warp has seen of the choices of kScanDepth times as many tokens as it looks at at once.
 struct Look {
-    u32 sent[kScanDepth];  // lane r: its tokens that go to rank r, a bit at the leader of each
-    u32 bad;               // lowest token with a bad choice that this lane has seen, or ~0
+    u32 sent;  // lane i * R + r: its tokens of look i that go to rank r, a bit at the leader of each
+    u32 bad;   // lowest token with a bad choice that this lane has seen, or ~0
 };
+static_assert(kScanDepth * kNumRanks <= 32, "a lane for each rank and look");
 
 // The first of these tokens for this lane; the others follow in steps of tokens_at_once().
 DEVICE u32 tokens_at_once(const Columns& at) { return 32u >> at.shift; }
@@ -89,66 +93,93 @@ DEVICE u32 first_of_lane(const Columns& at, u32 first) {
     return first + warp_index() * kScanDepth * tokens_at_once(at) + (at.leader >> at.shift);
 }
 
-// One turn of the ballots. Lane r gets the warp's tokens that go to rank r.
-DEVICE u32 tokens_sent(const DispatchCommon& d, const Columns& at, i64 choice, u32 token,
-                       u32& bad) {
+// One ballot for each rank, of look i. All lanes call it.
+DEVICE void vote(const DispatchCommon& d, const Columns& at, i64 choice, u32 token, u32 i,
+                 Look& seen) {
     bool mask = d.layout == kLayoutMask;
+    if (mask && choice == 0) choice = at.column;
     i64 number = mask ? kNumRanks : d.num_experts;
     u32 per_rank = mask ? 1u : d.experts_per_rank;
     bool chosen = choice >= 0 && choice < number;
-    if ((choice < -1 || choice >= number) && token < bad) bad = token;
+    if ((choice < -1 || choice >= number) && token < seen.bad) seen.bad = token;
 
     // No expert has the number that stands for "nothing".
     u32 expert = chosen ? static_cast<u32>(choice) : ~lane_index();
     bool twice = is_named_twice(at, expert);
-    if (twice && (token | kDuplicate) < bad) bad = token | kDuplicate;
+    if (twice && (token | kDuplicate) < seen.bad) seen.bad = token | kDuplicate;
 
     u32 owner = 0;
     UNROLL
     for (u32 rank = 1; rank < kNumRanks; ++rank) owner += expert >= rank * per_rank ? 1u : 0u;
-    u32 sent = 0;
     UNROLL
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
         u32 votes = warp_ballot(chosen && owner == rank);
-        if (lane_index() == rank) sent = votes;
+        if (lane_index() == i * kNumRanks + rank) seen.sent = votes;
     }
-    for (u32 step = (1u << at.shift) / 2u; step != 0u; step /= 2u) sent |= sent >> step;
-    return sent & at.leaders;
 }
 
 // Looks at the warp's part of the tokens from `first` on, all loads in flight together. Writes
 // nothing, so that it may come before enter(). All lanes call it.
 DEVICE Look look(const DispatchCommon& d, const Columns& at, u32 first, u32 end) {
-    u32 mine = first_of_lane(at, first);
+    u32 token = first_of_lane(at, first);
+    bool mask = d.layout == kLayoutMask;
+    u32 bytes = mask ? 1u : d.index_bytes;
+    const u8* p = (mask ? d.is_token_in_rank : d.topk_idx) +
+                  (static_cast<u64>(token) * at.number + at.column) * bytes;
     i64 choice[kScanDepth];
     UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
-        u32 token = mine + i * tokens_at_once(at);
-        choice[i] = token < end ? read_choice(d, at, token) : -1;
+        u32 step = i * tokens_at_once(at);
+        choice[i] = -1;
+        if (at.column < at.number && token + step < end) {
+            choice[i] = read_choice(p + static_cast<u64>(step) * at.number * bytes, bytes);
+        }
     }
-    Look seen = {{}, ~0u};
-    UNROLL
+    Look seen = {0u, ~0u};
+    NO_UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
-        u32 token = mine + i * tokens_at_once(at);
-        bool any = token - (at.leader >> at.shift) < end;  // the same in all lanes
-        if (any) seen.sent[i] = tokens_sent(d, at, choice[i], token, seen.bad);
+        if (token - (at.leader >> at.shift) >= end) break;  // the same in all lanes
+        vote(d, at, choice[0], token, i, seen);
+        UNROLL
+        for (u32 j = 1; j < kScanDepth; ++j) choice[j - 1] = choice[j];
+        token += tokens_at_once(at);
     }
+    // Any choice of a token is a bit at its leader.
+    NO_UNROLL
+    for (u32 step = (1u << at.shift) / 2u; step != 0u; step /= 2u) seen.sent |= seen.sent >> step;
+    seen.sent &= at.leaders;
     return seen;
 }
 
-// Writes the slots of one warp's tokens that go to each rank; lane r has the slot of the first one
-// that goes to rank r. All lanes call it.
-DEVICE void write_slots(const DispatchCommon& d, const Columns& at, u32 sent, u32 slot, u32 token,
-                        bool mine) {
-    for (u32 first = 0; first < kNumRanks; first += 1u << at.shift) {
-        u32 rank = first + at.column;
-        u32 sent_there = warp_shuffle(sent, rank & 31u);
-        u32 slot_there = warp_shuffle(slot, rank & 31u);
-        if (rank >= kNumRanks || !mine) continue;
-        bool goes = (sent_there >> at.leader & 1u) != 0u;
-        u32 earlier = count_bits(sent_there & ((1u << at.leader) - 1u));
-        st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + rank,
-               goes ? slot_there + earlier : ~0u);
+// Lane r: the rows for rank r of all looks of this warp. All lanes call it.
+DEVICE u32 rows_seen(const Look& seen) {
+    u32 rows = 0;
+    UNROLL
+    for (u32 i = 0; i < kScanDepth; ++i) {
+        rows += count_bits(warp_shuffle(seen.sent, (i * kNumRanks + lane_index()) & 31u));
+    }
+    return rows;
+}
+
+// Writes the slots of the warp's tokens; lane r has the slot of the first one that goes to rank r.
+// All lanes call it.
+DEVICE void write_slots(const DispatchCommon& d, const Columns& at, const Look& seen, u32 slot,
+                        u32 token, u32 end) {
+    NO_UNROLL
+    for (u32 i = 0; i < kScanDepth; ++i) {
+        NO_UNROLL
+        for (u32 first = 0; first < kNumRanks; first += 1u << at.shift) {
+            u32 rank = first + at.column;
+            u32 sent = warp_shuffle(seen.sent, (i * kNumRanks + rank) & 31u);
+            u32 slot_there = warp_shuffle(slot, rank & 31u);
+            if (rank >= kNumRanks || token >= end) continue;
+            bool goes = (sent >> at.leader & 1u) != 0u;
+            u32 earlier = count_bits(sent & ((1u << at.leader) - 1u));
+            st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + rank,
+                   goes ? slot_there + earlier : ~0u);
+        }
+        slot += count_bits(warp_shuffle(seen.sent, (i * kNumRanks + lane_index()) & 31u));
+        token += tokens_at_once(at);
     }
 }
 
@@ -183,9 +214,7 @@ DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahea
     u32 rows = 0;
     u32 turn = 0;
     for (u32 first = tokens.first; first < tokens.end; first += chunk) {
-        u32 count = 0;
-        UNROLL
-        for (u32 i = 0; i < kScanDepth; ++i) count += count_bits(seen.sent[i]);
+        u32 count = rows_seen(seen);
         if (lane_index() < kNumRanks) s.warp_rows[turn][warp_index()][lane] = count;
         // One barrier a turn: who writes this half again has passed the next one.
         block_barrier();
@@ -196,13 +225,7 @@ DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahea
             rows += other;
             if (warp < warp_index()) slot += other;
         }
-        u32 mine = first_of_lane(at, first);
-        UNROLL
-        for (u32 i = 0; i < kScanDepth; ++i) {
-            u32 token = mine + i * tokens_at_once(at);
-            write_slots(d, at, seen.sent[i], slot, token, token < tokens.end);
-            slot += count_bits(seen.sent[i]);
-        }
+        write_slots(d, at, seen, slot, first_of_lane(at, first), tokens.end);
         if (first + chunk < tokens.end) seen = look(d, at, first + chunk, tokens.end);
         turn ^= 1u;
     }
@@ -210,12 +233,12 @@ DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahea
     return rows;
 }
 
-// Counts the block's choices, expert by expert. After the scan: nobody waits for it soon.
-DEVICE void count_experts(const CommParams& c, const DispatchCommon& d) {
-    u32* histogram = control_u32(own_region(c), kControlHistogram);
+// Counts the block's choices of the experts from `low` on into s.choices.
+DEVICE void count_choices(const DispatchCommon& d, RouteShared& s, u32 low) {
     Range tokens = tokens_of_block(d.num_tokens, block_index());
     u64 end = static_cast<u64>(tokens.end) * d.num_topk;
     u64 first = static_cast<u64>(tokens.first) * d.num_topk + thread_index();
+    NO_UNROLL
     for (; first < end; first += kNumThreads * kScanDepth) {
         i64 expert[kScanDepth];
         UNROLL
@@ -225,8 +248,30 @@ DEVICE void count_experts(const CommParams& c, const DispatchCommon& d) {
         }
         UNROLL
         for (u32 i = 0; i < kScanDepth; ++i) {
-            if (expert[i] < 0 || expert[i] >= static_cast<i64>(d.num_experts)) continue;
-            red_add_relaxed_gpu_u32(histogram + expert[i], 1u);
+            u64 counter = static_cast<u64>(expert[i] - low);
+            if (expert[i] >= low && counter < kCountedExperts) shared_add(&s.choices[counter], 1u);
+        }
+    }
+}
+
+// Adds the block's choices to the rank's histogram. After the scan, whose result the peers wait
+// for. In shared memory first: thousands of additions to the few lines of the histogram took 6 us
+// on an H200.
+DEVICE void count_experts(const CommParams& c, const DispatchCommon& d, RouteShared& s) {
+    u32* histogram = control_u32(own_region(c), kControlHistogram);
+    NO_UNROLL
+    for (u32 low = 0; low < d.num_experts; low += kCountedExperts) {
+        NO_UNROLL
+        for (u32 i = thread_index(); i < kCountedExperts; i += kNumThreads) s.choices[i] = 0;
+        block_barrier();
+        count_choices(d, s, low);
+        block_barrier();
+        NO_UNROLL
+        for (u32 i = thread_index(); i < kCountedExperts; i += kNumThreads) {
+            u32 count = s.choices[i];
+            if (count != 0u && low + i < d.num_experts) {
+                red_add_relaxed_gpu_u32(histogram + low + i, count);
+            }
         }
     }
 }
