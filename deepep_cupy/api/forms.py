@@ -42,7 +42,7 @@ __all__ = [
     "listed",
 ]
 
-Seen: TypeAlias = tuple[tuple[int, ...], Any]
+Seen: TypeAlias = tuple[Any, ...]
 Glance: TypeAlias = Callable[[object, bool], Seen | None]
 """``Engine.glance``."""
 Key: TypeAlias = tuple[Any, ...]
@@ -94,7 +94,7 @@ def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> 
     seen = glance(x, False)
     if seen is None or len(seen[0]) != 2:
         return None
-    (tokens, hidden), dtype = seen
+    tokens, hidden = seen[0]
     if tokens > most_tokens:
         return None
     kind = of_scales = of_choices = of_weights = of_others = None
@@ -121,15 +121,15 @@ def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> 
         of_others = _others(given, glance, tokens)
         if of_others is None:
             return None
-    return types, hidden, dtype, kind, of_scales, of_choices, of_weights, of_others, given[10:]
+    return types, hidden, seen[1], kind, of_scales, of_choices, of_weights, of_others, given[10:]
 
 
 def _by_row(seen: Seen | None, rows: int) -> Key | None:
     """What counts of an array that must have so many rows: all but these."""
     if seen is None:
         return None
-    shape, dtype = seen
-    return (shape[1:], dtype) if shape[:1] == (rows,) else None
+    shape = seen[0]
+    return (shape[1:], seen[1]) if shape[:1] == (rows,) else None
 
 
 def _others(given: DispatchArguments, glance: Glance, tokens: int) -> Key | None:
@@ -139,7 +139,7 @@ def _others(given: DispatchArguments, glance: Glance, tokens: int) -> Key | None
         part: object = None
         if array is not None:
             seen = glance(array, False)
-            part = _by_row(seen, tokens) if array is given.is_token_in_rank else seen
+            part = _by_row(seen, tokens) if array is given.is_token_in_rank else seen and seen[:2]
             if part is None:
                 return None
         parts.append(part)

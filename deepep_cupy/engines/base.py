@@ -362,9 +362,9 @@ class Engine(Protocol):
         """
         ...
 
-    def glance(self, value: object, strided: bool) -> tuple[tuple[int, ...], Any] | None:
-        """Shape and dtype of a writable array that ``intake`` (``strided``: ``intake_scales``)
-        would return as it is; None: ask there. Cheap."""
+    def glance(self, value: object, strided: bool) -> tuple[Any, ...] | None:
+        """Shape, dtype and whatever else of a writable array that ``intake`` (``strided``:
+        ``intake_scales``) would return as it is; None: ask there. Cheap."""
         ...
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:

@@ -127,7 +127,7 @@ class HostEngine:
             return value.view(np.ndarray)
         return self.intake(operation, argument, value)
 
-    def glance(self, value: object, strided: bool) -> tuple[tuple[int, ...], Any] | None:
+    def glance(self, value: object, strided: bool) -> tuple[Any, ...] | None:
         """See ``Engine.glance``."""
         if type(value) is not np.ndarray or value.dtype.hasobject or not value.flags.writeable:
             return None

@@ -32,6 +32,7 @@ too, but not from a finalizer.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -92,8 +93,8 @@ class Pool:
         self._graphs: dict[int, FreeList] = {}
         self._held: list[tuple[int, Segment]] = []
         self._live: dict[int, Block] = {}
-        self._resting = (Resting(), Resting())  # small, large
-        self._live_bytes = self._peak = self._num_allocs = self._num_again = 0
+        self._resting = Resting()
+        self._live_bytes = self._peak = self._num_allocs = self._num_found = 0
         self._closed = False
 
     # -- handing out, and giving back ------------------------------------------------------
@@ -189,7 +190,7 @@ class Pool:
                 users = {stream: self._clock.mark(stream) for stream in block.uses}
                 self._cut(block, self._home(block.capture), users)
             else:
-                self._resting[block.room >= self._large].loose.add(block)
+                self._resting.loose.add(block)
 
     # -- what else can become of a block ---------------------------------------------------
 
@@ -293,7 +294,7 @@ class Pool:
                 num_blocks=len(self._live),
                 num_segments=len(self._free),
                 num_allocs=self._num_allocs,
-                num_again=self._num_again,
+                num_again=self._num_allocs - self._num_found,
                 num_waits=self._clock.num_waits,
             )
 
@@ -314,15 +315,15 @@ class Pool:
         """In the place of the last one of its kind, else where there is room."""
         if nbytes <= 0 or nbytes % ALIGNMENT:
             nbytes = round_up(nbytes)
-        resting = self._resting[nbytes >= self._large].blocks.get((nbytes, stream))
+        resting = self._resting.blocks.get((nbytes, stream))
         if resting and not capture:
             offset = resting.pop().offset
-            self._num_again += 1
         else:
             found = self._search(nbytes, stream, capture)
             if found is None:
                 return None
             offset = found
+            self._num_found += 1
         block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
         self._num_allocs += 1
         self._live_bytes = live = self._live_bytes + nbytes
@@ -337,9 +338,9 @@ class Pool:
             self._wake()
             home, offset = self._find_captured(nbytes, stream, capture)
         else:
-            self._wake_kind(nbytes >= self._large)
+            self._wake(*((self._large,) if nbytes >= self._large else (0, self._large)))
             offset = self._find(nbytes, stream)
-            if offset is None and self._wake_kind(nbytes < self._large):
+            if offset is None and self._wake():
                 offset = self._find(nbytes, stream)
         if offset is None:
             return None
@@ -381,8 +382,7 @@ class Pool:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
         queue = self.given_back
         foreign: dict[Stream, Mark] = {}
-        tick, live = self._clock.tick, self._live
-        resting, large = self._resting, self._large
+        tick, live, rest = self._clock.tick, self._live, self._resting.put
         while queue:
             block = queue.popleft()
             if block.retired:
@@ -398,7 +398,7 @@ class Pool:
                 block.retired = True
                 del live[block.offset]
                 self._live_bytes -= block.nbytes
-                resting[block.room >= large].put(block, tick)
+                rest(block, tick)
         if may_record and foreign:
             # Another stream than the block's own will be waited for sooner or later; an event
             # recorded now leaves out the work that it is given next.
@@ -410,7 +410,7 @@ class Pool:
         block.retired = True
         del self._live[block.offset]
         self._live_bytes -= block.nbytes
-        self._resting[block.room >= self._large].loose.discard(block)
+        self._resting.loose.discard(block)
         self._cut(block, self._free)
         mark = self._clock.mark
         pending = {block.stream: mark(block.stream)}
@@ -426,24 +426,15 @@ class Pool:
             home.insert(Segment(block.end, block.offset + block.room, pending))
             block.room = block.nbytes
 
-    def _wake_kind(self, large: bool) -> bool:
-        """Make free what rests, small blocks or large ones; whether anything did."""
-        resting = self._resting[large]
-        loose, blocks = resting.loose, resting.wake()
-        for block in loose:
+    def _wake(self, low: int = 0, high: int = sys.maxsize) -> bool:
+        """Make free what rests of blocks in these bounds; whether anything did."""
+        blocks, loose = self._resting.wake(low, high)
+        for block in (*loose, *blocks):
             self._cut(block, self._free)
         for block in blocks:
-            self._cut(block, self._free)
             pending = {block.stream: self._clock.mark(block.stream, block.died)}
             self._free.insert(Segment(block.offset, block.end, pending))
-        if not loose:
-            return bool(blocks)
-        loose.clear()
-        return True
-
-    def _wake(self) -> None:
-        self._wake_kind(False)
-        self._wake_kind(True)
+        return bool(blocks or loose)
 
     def _home(self, capture: int) -> FreeList:
         return self._graphs.setdefault(capture, FreeList()) if capture else self._free

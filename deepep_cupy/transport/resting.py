@@ -6,8 +6,8 @@ size on its stream takes its place: for all other memory it is as if the first o
 that ``Pool.shrink`` gave back are left alone too while nobody asks for them, so that a block that
 is made for the worst case again finds room for it again.
 
-Whoever looks for memory in any other way first wakes what rests; small and large blocks lie apart
-(``Pool``), and so it is with those of a kind alone, unless that does not help.
+Whoever looks for memory in any other way first wakes what rests: of small or of large blocks
+alone, which lie apart (``Pool``), unless that does not help.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Resting"]
 
 
 class Resting:
-    """Blocks of one kind. Its caller holds the pool's lock.
+    """Blocks that rest, and tails. Its caller holds the pool's lock.
 
     Attributes:
         blocks: (Size, stream) → those that rest, the last one last.
@@ -43,8 +43,11 @@ class Resting:
         except KeyError:
             self.blocks[key] = [block]
 
-    def wake(self) -> list[Block]:
-        """Take all that rest, in the order in which they came within each size."""
-        blocks = [block for each in self.blocks.values() for block in each]
-        self.blocks.clear()
-        return blocks
+    def wake(self, low: int, high: int) -> tuple[list[Block], list[Block]]:
+        """Take out blocks that rest, in the order in which they came within each size, and blocks
+        with tails, of sizes ``low <= size < high``."""
+        keys = [key for key in self.blocks if low <= key[0] < high]
+        blocks = [block for key in keys for block in self.blocks.pop(key)]
+        loose = [block for block in self.loose if low <= block.room < high]
+        self.loose.difference_update(loose)
+        return blocks, loose

@@ -407,11 +407,11 @@ def rests_for_another_stream(patch):
 def wakes_as_if_never_used(patch):
     right = Resting.wake
 
-    def wake(self):
-        blocks = right(self)
+    def wake(self, low, high):
+        blocks, loose = right(self, low, high)
         for block in blocks:
             block.died = 0
-        return blocks
+        return blocks, loose
 
     patch.setattr(Resting, "wake", wake)
 
@@ -442,7 +442,7 @@ def rests_with_its_other_users(patch):
             block.retired = True
             del self._live[block.offset]
             self._live_bytes -= block.nbytes
-            self._resting[block.room >= self._large].put(block, self._clock.tick)
+            self._resting.put(block, self._clock.tick)
 
     patch.setattr(Pool, "_retire", retire)
 

@@ -90,6 +90,8 @@ class _Plan:
     """What dispatches of one form have in common.
 
     Attributes:
+        hidden: Of ``x``.
+        dtype: Of ``x``.
         row_bytes: Without scales.
         topk: K of the arrays that are given.
         num_scales: S.
@@ -101,6 +103,8 @@ class _Plan:
         grids: Blocks.
     """
 
+    hidden: int
+    dtype: Any
     row_bytes: int
     topk: int
     num_scales: int
@@ -176,6 +180,8 @@ class Dispatcher:
         )
         parts = _Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales)
         return _Plan(
+            hidden=x.shape[1],
+            dtype=x.dtype,
             row_bytes=row_bytes,
             topk=topk,
             num_scales=num_scales,
@@ -226,56 +232,51 @@ class Dispatcher:
                 (at + parts.index_at) // OFFSET_UNIT,
             ),
         )
-        # What can be done before the counts come costs a host that waits for them nothing.
-        own = core.arrays.own
-        pointers = own(meta), own(rows)
-        told = None
+        # A host that waits for counts does before they come what it can.
+        arrays, pool = core.arrays, core.pool
+        pointers = arrays.own(meta), arrays.own(rows)
+        routing = CudaRouting.made_of(
+            num_tokens=len(call.x),
+            num_recv_tokens=plan.capacity,
+            waited=waits,
+            expert_alignment=call.expert_alignment,
+            addresses=words,
+            _arrays=arrays,
+            _meta=pointers[0],
+            _sources_at=parts.sources_at,
+        )
+        counts = None
         if waits:
             told = core.wait_counts(ranks + local, turn.stream, blocks)
+            number, counts = routing.learn(told[:ranks]), told[ranks:]
+            pool.shrink(rows, number * plan.row_bytes)
+            if plan.num_scales:
+                pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
         else:
             core.news.at_risk(blocks)
-        return self._received(call, plan, turn, words, blocks, pointers, told)
+        return self._received(call, plan, turn, routing, pointers, counts)
 
     def _received(
         self,
         call: DispatchCall,
         plan: _Plan,
         turn: Turn,
-        words: Addresses,
-        blocks: list[Block],
+        routing: CudaRouting,
         pointers: tuple[Any, Any],
-        told: list[int] | None,
+        counts: list[int] | None,
     ) -> DispatchOutput:
-        """The results: arrays over the blocks. ``told``: rows per rank and per expert."""
-        core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
-        arrays, parts, topk, (at, at_rows) = core.arrays, plan.parts, plan.topk, pointers
-        number, per_rank, counts = plan.capacity, None, None
-        if told is not None:
-            per_rank, counts = tuple(told[: self._ranks]), told[self._ranks :]
-            number = sum(per_rank)
-            core.pool.shrink(blocks[1], number * plan.row_bytes)
-            if scales is not None:
-                core.pool.shrink(blocks[0], parts.scales_at + 4 * number * plan.num_scales)
-        array = arrays.array
-        recv_x = array(at_rows, (number, x.shape[1]), x.dtype)
+        """The results: arrays over the blocks. ``counts``: rows of each local expert."""
+        topk_idx, scales, array = call.topk_idx, call.scales, self._core.arrays.array
+        (at, at_rows), number, topk = pointers, routing.num_recv_tokens, plan.topk
+        recv_x = array(at_rows, (number, plan.hidden), plan.dtype)
         recv_idx = recv_weights = recv_scales = None
         if topk_idx is not None:
-            recv_idx = array(at, (number, topk), topk_idx.dtype, parts.index_at)
+            recv_idx = array(at, (number, topk), topk_idx.dtype, plan.parts.index_at)
             if call.topk_weights is not None:
-                recv_weights = array(at, (number, topk), FLOAT32, parts.weights_at)
+                recv_weights = array(at, (number, topk), FLOAT32, plan.parts.weights_at)
         if scales is not None:
-            recv_scales = array(at, (number, plan.num_scales), scales.dtype, parts.scales_at)
-        routing = CudaRouting.made_of(
-            num_tokens=len(x),
-            num_recv_tokens=number,
-            waited=told is not None,
-            expert_alignment=call.expert_alignment,
-            host_rows_per_rank=per_rank,
-            addresses=words,
-            _arrays=arrays,
-            _meta=at,
-            _sources_at=parts.sources_at,
-        )
+            shape = number, plan.num_scales
+            recv_scales = array(at, shape, scales.dtype, plan.parts.scales_at)
         return self._output(
             call, turn, recv_x, recv_idx, recv_weights, recv_scales, routing, counts
         )
@@ -285,7 +286,7 @@ class Dispatcher:
     def _cached(
         self, call: DispatchCall, plan: _Plan, routing: Routing, turn: Turn
     ) -> DispatchOutput:
-        core, x, weights, scales = self._core, call.x, call.topk_weights, call.scales
+        core, weights, scales = self._core, call.topk_weights, call.scales
         known, number, arrays = addresses_of(routing), routing.num_recv_tokens, core.arrays
         row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
         if weights is None and scales is None:
@@ -313,7 +314,7 @@ class Dispatcher:
             ),
         )
         core.news.at_risk(blocks)
-        recv_x = arrays.array(arrays.own(blocks[0]), (number, x.shape[1]), x.dtype)
+        recv_x = arrays.array(arrays.own(blocks[0]), (number, plan.hidden), plan.dtype)
         recv_weights = recv_scales = None
         if len(blocks) > 1:
             at = arrays.own(blocks[1])

@@ -47,7 +47,7 @@ class Intake:
         self._rank = rank
         # CuPy makes an object of its flags for every question, which takes longer than the rest.
         contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
-        self._look = attrgetter("data.device_id", contiguous, "shape", "dtype")
+        self._look: Any = attrgetter("shape", "dtype", "data.device_id", contiguous)
 
     def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
         """See ``engines.base.Engine.intake``.
@@ -78,14 +78,14 @@ class Intake:
             )
         return array
 
-    def glance(self, value: Any, strided: bool) -> tuple[tuple[int, ...], Any] | None:
+    def glance(self, value: Any, strided: bool) -> Any:
         """See ``engines.base.Engine.glance``."""
         if type(value) is not self._array:
             return None
-        device, contiguous, shape, dtype = self._look(value)
-        if device != self._device or not (_is_of_words(value) if strided else contiguous):
+        seen = self._look(value)
+        if seen[2] != self._device or not (_is_of_words(value) if strided else seen[3]):
             return None
-        return shape, dtype
+        return seen
 
     def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
         """Kernels read whole words: strides count these."""

@@ -106,6 +106,12 @@ class CudaRouting(Routing):
         routing.__dict__.update(values)
         return routing
 
+    def learn(self, rows_per_rank: list[int]) -> int:
+        """Let the host know the counts of this routing, whose maker it waits for them; N."""
+        number = sum(rows_per_rank)
+        self.__dict__.update(host_rows_per_rank=tuple(rows_per_rank), num_recv_tokens=number)
+        return number
+
     def changed(self, **values: Any) -> CudaRouting:
         """A copy with other values for some fields."""
         return self.made_of(**{**self.__dict__, **values})
