@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
 
-__all__ = ["LOCAL_KERNELS"]
+__all__ = ["CAST", "LOCAL_KERNELS"]
+
+CAST = Struct(
+    "Cast",
+    (
+        Param("dtype", "u32", doc="kDtypeBfloat16, kDtypeFloat16 or kDtypeFloat32"),
+        Param("round_scale", "u32", doc="1: scales are powers of two"),
+        Param("packed", "u32", doc="1: scales are exponents; with round_scale"),
+    ),
+    "From what rows are cast to FP8, and how.",
+)
 
 QUANTIZE = Struct(
     "QuantizeCommon",
@@ -21,9 +31,7 @@ QUANTIZE = Struct(
         Param("scale_stride", "u32", doc="words from one row of scales to the next"),
         Param("access_bytes", "u32", doc="16: rows and bases of x are multiples of it, those of "
               "codes of 8; else the element size"),
-        Param("dtype", "u32", doc="kDtypeBfloat16, kDtypeFloat16 or kDtypeFloat32"),
-        Param("round_scale", "u32", doc="1: scales are powers of two"),
-        Param("packed", "u32", doc="1: scales are exponents; with round_scale"),
+        Param("cast", CAST),
     ),
     "A cast to FP8.",
 )  # fmt: skip

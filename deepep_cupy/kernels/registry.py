@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from deepep_cupy.errors import ContractError
 from deepep_cupy.kernels.bench_specs import BENCH_KERNELS
-from deepep_cupy.kernels.local_specs import LOCAL_KERNELS
+from deepep_cupy.kernels.local_specs import CAST, LOCAL_KERNELS
 from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
 from deepep_cupy.kernels.staging_specs import STAGING_KERNELS
 
@@ -73,6 +73,16 @@ DISPATCH = Struct(
     "One rank's dispatch.",
 )
 
+DISPATCH_CAST = Struct(
+    "DispatchCast",
+    (
+        Param("sent", DISPATCH, doc="as if x were cast already, but x: [T] rows to be cast; "
+              "no scales are given"),
+        Param("cast", CAST),
+    ),
+    "One rank's dispatch of rows that are cast on their way.",
+)  # fmt: skip
+
 COMBINE = Struct(
     "CombineCommon",
     (
@@ -131,6 +141,15 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(Param("comm", COMM), Param("d", DISPATCH)),
         doc="rows to the ranks of their experts, by the bulk copy engine",
         shared_bytes="kDispatchBulkSharedBytes",
+        min_arch=90,
+    ),
+    KernelSpec(
+        name="dispatch_cast_bulk",
+        source="dispatch_cast_bulk.cu",
+        entry="dispatch_cast_bulk",
+        params=(Param("comm", COMM), Param("d", DISPATCH_CAST)),
+        doc="the same, cast to FP8 on their way",
+        shared_bytes="kDispatchCastBulkSharedBytes",
         min_arch=90,
     ),
     KernelSpec(

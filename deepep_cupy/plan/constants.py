@@ -36,6 +36,9 @@ SHARED_HEAD = 3072
 """Bytes of shared memory before the stages: headers, counters, mbarriers."""
 SCALE_GROUP = 128
 """Channels that share a scale."""
+CAST_UNIT = 4 * SCALE_GROUP
+"""A row that is cast on its way is cut at multiples of so many channels: the scales of a piece are
+whole words, packed four to a word or not."""
 
 
 def shared_memory_limit(arch: int) -> int:
@@ -84,6 +87,14 @@ class KernelShape:
         """One of the two pieces of a row a warp holds while it dispatches."""
         half = align(-(-self.max_row_bytes // 2), 128)
         return max(128, min(half, self.warp_bytes // 2))
+
+    @property
+    def cast_stage_bytes(self) -> int:
+        """The same while it casts: full units of ``CAST_UNIT`` float32 channels fit, and no more
+        groups than a warp has lanes."""
+        unit = 4 * CAST_UNIT
+        half = align(-(-self.max_row_bytes // 2), unit)
+        return max(unit, min(half, self.warp_bytes // 2, 2 * SCALE_GROUP * 32))
 
     @property
     def combine_piece_bytes(self) -> int:
@@ -137,6 +148,10 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
         "kDispatchBulkSharedBytes": (
             SHARED_HEAD + shape.num_warps * stages * shape.dispatch_stage_bytes
         ),
+        "kCastStageBytes": shape.cast_stage_bytes,
+        "kDispatchCastBulkSharedBytes": (
+            SHARED_HEAD + shape.num_warps * stages * shape.cast_stage_bytes
+        ),
         "kCombinePieceBytes": shape.combine_piece_bytes,
         "kCombineSharedBytes": SHARED_HEAD,
         "kCombineBulkSharedBytes": (
@@ -144,6 +159,7 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
         ),
         "kBarrierSharedBytes": SHARED_HEAD,
         "kScaleGroup": SCALE_GROUP,
+        "kCastUnit": CAST_UNIT,
         "kExpandSharedBytes": 128 * shape.num_warps,
     }
     constants |= {f"kWord{_camel(word)}": index for index, word in enumerate(WORDS)}

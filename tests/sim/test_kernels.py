@@ -49,6 +49,11 @@ def test_hosts_that_do_not_wait(built, bulk):
     check(range(10), Focus(shapes=PLAIN, bulk=bulk, trouble="", mode="no wait"))
 
 
+@pytest.mark.parametrize("mode", [None, "no wait"])
+def test_rows_cast_on_their_way(built, mode):
+    check(range(12), Focus(shapes=PLAIN, bulk=True, trouble="", mode=mode, cast=True))
+
+
 def test_too_little_room_is_found_out_by_nobody_but_the_kernels(built):
     calls = ("dispatch", "combine", "cached", "combine")
     check(range(10), Focus(shapes=PLAIN, calls=calls, trouble="", tokens=1, mode="full"))

@@ -12,8 +12,9 @@ from deepep_cupy.plan.headers import dtype_code
 from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.reference import quantize
 from deepep_cupy.reference.combine import _Copies
-from local_ranks import BFLOAT16, Rank, Received, same_bits
+from local_ranks import Rank, Received, same_bits
 from simulator.build import SIM
+from simulator.casts import BFLOAT16, Cast, odd_rows
 from simulator.machine import Use
 
 # --------------------------------------------------------------------------------- quantize
@@ -70,23 +71,6 @@ def test_both_casts_of_a_float(tmp_path):
     same_bits("by the instruction's twin", instruction, want)
 
 
-def odd_rows(rng, shape, dtype):
-    """Rows that hold everything a float can be."""
-    bits = rng.integers(0, 1 << 8 * dtype.itemsize, shape, dtype=np.uint64)
-    x = bits.astype(f"u{dtype.itemsize}").view(dtype).copy()
-    ordinary = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, (shape[0], 1))).astype(
-        dtype
-    )
-    keep = rng.random((shape[0], 1)) < 0.8
-    x = np.where(keep, ordinary, x)
-    special = np.array([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-30, 448.0], np.float32)
-    x[rng.random(shape) < 0.004] = dtype.type(np.nan)
-    spots = rng.random(shape) < 0.01
-    x[spots] = special.astype(dtype)[rng.integers(0, 8, int(spots.sum()))]
-    x[0] = special.astype(dtype)[rng.integers(0, 2, shape[1])]  # a row of zeros
-    return x
-
-
 @pytest.mark.parametrize("edits", [{}, {"quantize": without_instruction}], ids=["sm90", "sm80"])
 @pytest.mark.parametrize("scales", ["plain", "round", "packed"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
@@ -111,9 +95,7 @@ def test_quantize(dtype, scales, edits, tokens, hidden, grid):
         code_stride=hidden,
         scale_stride=inverse.shape[1],
         access_bytes=access_bytes(hidden * dtype.itemsize, (x_at,), (dtype.itemsize,)),
-        dtype=dtype_code(dtype.name, dtype.itemsize),
-        round_scale=int(modes["round_scale"]),
-        packed=int(modes["use_ue8m0"]),
+        cast=Cast([x], modes["round_scale"], modes["use_ue8m0"], [False]).fields(),
     )
     got = (
         rank.get(out, codes.shape, codes.dtype),

@@ -10,22 +10,8 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
-#include "common/float8.cuh"
-#include "common/numeric.cuh"
 #include "common/walk.cuh"
-#include "quantize/scale.cuh"
-
-template <class Halves>
-struct HalfInput {
-    static constexpr u32 kBytes = 2;
-    DEVICE_MEMBER f32 element(const Vec16& v, u32 i) {
-        return Halves::to_f32(static_cast<u16>(v.word[i / 2] >> i % 2 * 16));
-    }
-};
-struct WordInput {
-    static constexpr u32 kBytes = 4;
-    DEVICE_MEMBER f32 element(const Vec16& v, u32 i) { return bits_to_f32(v.word[i]); }
-};
+#include "quantize/codes.cuh"
 
 DEVICE u32 groups_of_row(const QuantizeCommon& d) {
     return (d.hidden + kScaleGroup - 1) / kScaleGroup;
@@ -37,14 +23,11 @@ DEVICE void write_scales(const QuantizeCommon& d, u32 token, u32 first, u32 mine
     u32 group = first + lane_index();
     bool has = lane_index() < kGroups && group < groups_of_row(d);
     u32* scales = d.scales + static_cast<u64>(token) * d.scale_stride;
-    if (d.packed == 0u) {
+    if (d.cast.packed == 0u) {
         if (has) st_u32(scales + group, mine);
         return;
     }
-    // Four exponents to a word, the first in the lowest byte; those of missing groups are 0.
-    u32 word = has ? mine << lane_index() % 4 * 8 : 0u;
-    word |= warp_shuffle(word, lane_index() ^ 1u);
-    word |= warp_shuffle(word, lane_index() ^ 2u);
+    u32 word = pack_exponents(mine, has);
     if (has && lane_index() % 4 == 0) st_u32(scales + group / 4, word);
 }
 
@@ -73,30 +56,14 @@ struct Aligned {
         u32 mine = 0;
         UNROLL
         for (u32 i = 0; i < kLoads; ++i) {
-            f32 largest = bits_to_f32(kFloor);
-            UNROLL
-            for (u32 j = 0; j < kPer; ++j) {
-                largest = max_f32(largest, abs_f32(Input::element(piece[i], j)));
-            }
-            Scale scale = scale_of(d, largest_of_lanes<kLanes>(largest));
+            f32 largest = Input::largest(Input::larger(0, piece[i]));
+            Scale scale = scale_of(d.cast, largest_of_lanes<kLanes>(largest));
             u32 sent = warp_shuffle(scale.sent, lane_index() % kGroupsPerLoad * kLanes);
             if (lane_index() / kGroupsPerLoad == i) mine = sent;
             u32 at = channel + i * 32u * kPer;
-            if (at < d.hidden) write_narrow<kPer>(codes + at, code(piece[i], scale.factor));
+            if (at < d.hidden) write_narrow<kPer>(codes + at, codes_of<Input>(piece[i], scale.factor));
         }
         write_scales<kGroups>(d, token, first_group, mine);
-    }
-
-    // kPer codes, in the low bytes.
-    DEVICE_MEMBER Vec16 code(const Vec16& v, f32 factor) {
-        Vec16 codes = {{0, 0, 0, 0}};
-        UNROLL
-        for (u32 j = 0; j < kPer; j += 2) {
-            f32 low = mul_rn_f32(Input::element(v, j), factor);
-            f32 high = mul_rn_f32(Input::element(v, j + 1), factor);
-            codes.word[j / 4] |= to_e4m3x2(high, low) << j % 4 * 8;
-        }
-        return codes;
     }
 };
 
@@ -126,7 +93,7 @@ struct Single {
                 }
                 largest = max_f32(largest, abs_f32(value[j]));
             }
-            Scale scale = scale_of(d, largest_of_lanes<32>(largest));
+            Scale scale = scale_of(d.cast, largest_of_lanes<32>(largest));
             if (lane_index() == i) mine = scale.sent;
             UNROLL
             for (u32 j = 0; j < kPer; ++j) {
@@ -147,19 +114,19 @@ DEVICE void cast_rows(const QuantizeCommon& d) {
     }
 }
 
-template <class Input>
-DEVICE void cast_all(const QuantizeCommon& d) {
-    if (d.access_bytes == 16) {
-        cast_rows<Aligned<Input>>(d);
-    } else {
-        cast_rows<Single<Input>>(d);
+struct CastAll {
+    const QuantizeCommon& d;
+
+    template <class Input>
+    DEVICE_METHOD void run() const {
+        if (d.access_bytes == 16) {
+            cast_rows<Aligned<Input>>(d);
+        } else {
+            cast_rows<Single<Input>>(d);
+        }
     }
-}
+};
 
 KERNEL quantize(const GRID_CONSTANT QuantizeParams p) {
-    switch (p.d.dtype) {
-        case kDtypeBfloat16: cast_all<HalfInput<Bfloat16Halves>>(p.d); break;
-        case kDtypeFloat16: cast_all<HalfInput<Float16Halves>>(p.d); break;
-        default: cast_all<WordInput>(p.d); break;
-    }
+    with_input(p.d.cast.dtype, CastAll{p.d});
 }

@@ -12,6 +12,7 @@ from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.plan.layout import align
 from deepep_cupy.reference import DispatchResult, dispatch
 from simulator.calls import Array, Handle, Rng, Routing, Ways, check_poison, compare, equal
+from simulator.casts import Cast
 from simulator.machine import Use
 from simulator.world import Call, World
 
@@ -27,6 +28,7 @@ class Mode:
         alignment: Counts per expert are written, rounded up to this; 0: they are not.
         expanded: The header says so, and sums of counts are those of that layout.
         stats: Counts are added to statistics; with ``alignment``.
+        cast: The rows that are sent, and ``scales``, are cast from others.
     """
 
     worst: list[int] | None = None
@@ -35,6 +37,7 @@ class Mode:
     alignment: int = 0
     expanded: bool = False
     stats: bool = False
+    cast: Cast | None = None
 
     def __str__(self) -> str:
         parts = ["" if self.worst is None else f"no wait {self.worst}", *self._flags()]
@@ -42,6 +45,7 @@ class Mode:
 
     def _flags(self) -> list[str]:
         said = [] if self.scales is None else [f"scales {self.scales[0].dtype}"]
+        said += [] if self.cast is None else [str(self.cast)]
         said += [f"counts by {self.alignment}"] * (self.alignment > 0)
         return said + ["expanded"] * self.expanded + ["stats"] * self.stats
 
@@ -168,6 +172,7 @@ class _OnRank:
         self.weights = None if routing.weights is None else routing.weights[rank]
         self.mask = None if routing.mask is None or self.cached else routing.mask[rank]
         self.scales = None if mode.scales is None else mode.scales[rank]
+        self.dtype = "uint8" if mode.cast is None else "float8_e4m3fn"
         self.topk = 0
         if self.weights is not None or self.index is not None:
             self.topk = (self.index if self.weights is None else self.weights).shape[1]  # type: ignore[union-attr]
@@ -192,12 +197,20 @@ class _OnRank:
         world, rank, call, ways = self.world, self.rank, self.call, self.ways
         row_bytes = self.x.shape[1]
         shift = 0 if row_bytes % 16 == 0 else ways.pick() % 2 * (4 if row_bytes % 4 == 0 else 1)
-        x_at = self.local(world.array(rank, call, self.x, shift))
+        cast = self.mode.cast
+        if cast is not None and not (ways.bulk and row_bytes % 16 == 0 and cast.fused[rank]):
+            cast = None  # was done before
+        given = self.x if cast is None else cast.rows[rank]
+        x_at = self.local(world.array(rank, call, given, shift))
         access = access_bytes(row_bytes, (x_at,), (4, 1))
         rows, meta = world.block(rank, call, ways.pick()), world.block(rank, call, ways.pick())
-        fields = {"x": x_at, "access_bytes": access, **self._sizes(), **self._inputs()}
-        fields |= self._places(rows, meta) | self._outputs()
+        fields = {"x": x_at, "access_bytes": access, **self._sizes()}
+        fields |= self._inputs(scales=cast is None) | self._places(rows, meta) | self._outputs()
         kernel = "dispatch_bulk" if ways.bulk and access == 16 else "dispatch"
+        if cast is not None:
+            kernel = "dispatch_cast_bulk"
+            fields = {f"sent.{name}": value for name, value in fields.items()}
+            fields |= {f"cast.{name}": value for name, value in cast.fields().items()}
         world.launch(rank, call, kernel, Kind.DISPATCH, ways.grids[rank], fields)
         self._read_results()
         world.free_slot(rank, rows)
@@ -225,20 +238,20 @@ class _OnRank:
             "expert_alignment": self.mode.alignment or 1,
             "row_bytes": self.x.shape[1],
             "num_scales": 0 if scales is None else scales.shape[1],
-            "dtype": dtype_code("uint8", 1, None if scales is None else scales.dtype.name),
+            "dtype": dtype_code(self.dtype, 1, None if scales is None else scales.dtype.name),
             "layout": Layout.CACHED if self.cached else layout,
             "layout_flags": int(LayoutFlag.EXPANDED) * self.mode.expanded,
             "no_wait": int(not waits),
             "capacity": self.capacity,
         }
 
-    def _inputs(self) -> dict[str, int]:
+    def _inputs(self, *, scales: bool) -> dict[str, int]:
         fields = {
             "topk_idx": self.put(self.index),
             "topk_weights": self.put(self.weights),
             "is_token_in_rank": self.put(self.mask),
         }
-        if self.scales is not None:
+        if scales and self.scales is not None:
             tokens, columns = self.scales.shape
             turned = self.mode.by_columns
             fields["scales"] = self.put(self.scales.T if turned else self.scales)
@@ -301,7 +314,8 @@ class _OnRank:
         if want is not None:
             rows, scales = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x, None)
             rows, scales = rows[:real], None if scales is None else scales[:real]
-        self._block("rows", real * self.x.shape[1], rows, 0)
+        poison = 0 if self.dtype == "uint8" else 0xFF
+        self._block("rows", real * self.x.shape[1], rows, poison)
         if self.scales is not None:
             poison = 0xFF if self.scales.dtype == np.float32 else 0
             self._block("scales", real * self.scales.shape[1] * 4, scales, poison)

@@ -64,7 +64,24 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "release weakened to relaxed (a block's rows before)",
         ("dispatch",),
-        change(("st_release_gpu_u64(before_slot", "st_relaxed_gpu_u64(before_slot")),
+        change(
+            (
+                "st_release_gpu_u64(before_slot(c, block_index()) + thread_index()",
+                "st_relaxed_gpu_u64(before_slot(c, block_index()) + thread_index()",
+            )
+        ),
+        _focus(DISPATCH),
+        "dispatch, several blocks",
+    ),
+    Planted(
+        "release weakened to relaxed (a block's choices are counted)",
+        ("dispatch",),
+        change(
+            (
+                "st_release_gpu_u64(before_slot(c, block_index()) + kNumRanks",
+                "st_relaxed_gpu_u64(before_slot(c, block_index()) + kNumRanks",
+            )
+        ),
         _focus(DISPATCH),
         "dispatch, several blocks",
     ),
@@ -372,6 +389,62 @@ PLANTED: tuple[Planted, ...] = (
         change(("warp_barrier();", "")),
         _focus(ROUND, bulk=True, row_bytes=(384,)),
         "combine by bulk copies",
+    ),
+    Planted(
+        "proxy fence removed (codes before their bulk stores)",
+        ("dispatch_cast_bulk",),
+        change(("fence_proxy_async_shared(); warp_barrier();", "warp_barrier();")),
+        _focus(DISPATCH, bulk=True, cast=True),
+        "dispatch that casts",
+    ),
+    Planted(
+        "warp barrier removed (codes before their bulk stores)",
+        ("dispatch_cast_bulk",),
+        change(("fence_proxy_async_shared(); warp_barrier();", "fence_proxy_async_shared();")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(272,)),
+        "dispatch that casts",
+    ),
+    Planted(
+        "warp barrier removed (elements before codes are written over them)",
+        ("dispatch_cast_bulk",),
+        change(("warp_barrier(); u8* out", "u8* out")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(272,)),
+        "dispatch that casts",
+    ),
+    Planted(
+        "warp barrier removed (zeros behind a short group before they are read)",
+        ("dispatch_cast_bulk",),
+        change(("Vec16{{0, 0, 0, 0}}); warp_barrier();", "Vec16{{0, 0, 0, 0}});")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(48, 144)),
+        "dispatch that casts, short groups",
+    ),
+    Planted(
+        "elements multiplied for the neighbouring group",
+        ("dispatch_cast_bulk",),
+        change(("begin / kGroupBytes + i", "begin / kGroupBytes + 1u + i")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(272,)),
+        "dispatch that casts, several groups",
+    ),
+    Planted(
+        "scale of the neighbouring group sent",
+        ("dispatch_cast_bulk",),
+        change(("sent = scale.sent;", "sent = warp_shuffle(scale.sent, lane_index() ^ 1u);")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(272,)),
+        "dispatch that casts, several groups",
+    ),
+    Planted(
+        "codes of a second piece stored where its elements would be",
+        ("dispatch_cast_bulk",),
+        change(("(pieces.bytes >> pieces.shift), stage", "pieces.bytes, stage")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(528, 1040)),
+        "dispatch that casts, rows in several pieces",
+    ),
+    Planted(
+        "the next load begins before the codes in its stage are read",
+        ("dispatch_cast_bulk",),
+        change(("bulk_wait_read<0>();", "")),
+        _focus(DISPATCH, bulk=True, cast=True, hidden=(528, 1040)),
+        "dispatch that casts, rows in several pieces",
     ),
     Planted(
         "block barrier removed (before other warps' counts are read)",

@@ -12,6 +12,7 @@ import numpy as np
 from deepep_cupy.plan.headers import Refusal, RefusalCode
 from simulator import calls
 from simulator.calls import Array, Handle, Routing, Ways
+from simulator.casts import HIDDEN, random_cast
 from simulator.dispatches import PLAIN, Mode, call_dispatch, random_mode, rows_received
 from simulator.machine import with_lines
 from simulator.shapes import Edit, Shape
@@ -44,6 +45,8 @@ class Focus:
         tokens: Tokens of each rank are at least this many.
         mode: ``"plain"``: nothing but rows; ``"no wait"``: hosts never wait; ``"full"``: neither,
             and some rank has too little room in the first dispatch; None: anything.
+        cast: True: dispatched rows are cast on their way; None: some, unless ``mode`` is "plain".
+        hidden: Channels of rows that are cast.
         edits: Planted faults, by kernel.
     """
 
@@ -55,6 +58,8 @@ class Focus:
     row_bytes: tuple[int, ...] | None = None
     tokens: int = 0
     mode: str | None = None
+    cast: bool | None = None
+    hidden: tuple[int, ...] = HIDDEN
     edits: Mapping[str, Edit] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> str:
@@ -95,6 +100,7 @@ class Story:
     def __init__(self, seed: int, focus: Focus) -> None:
         self.seed, self.focus = seed, focus
         self.rng = rng = np.random.default_rng(seed)
+        self.cast_rng = np.random.default_rng([seed, 1])
         shape = self.pick(focus.shapes)
         ranks = shape.num_ranks
         self.trouble = focus.trouble if focus.trouble is not None else self._draw_trouble(ranks)
@@ -199,6 +205,8 @@ class Story:
         if differ:
             xs[0] = calls.random_rows(self.rng, tokens[0], size + 16 if size < 384 else size - 16)
         mode = self._mode(xs, routing, bad=bad or differ or bool(ways.refusals))
+        if not differ:
+            xs, mode = self._cast(xs, mode)
         call, handle = call_dispatch(self.world, ways, xs, routing, mode=mode)
         call.name += f" ({mode})" if str(mode) else ""
         if handle is None or len(ways.present) < self.world.num_ranks:
@@ -230,6 +238,17 @@ class Story:
             self.expected[len(self.world.calls) + 1] = REFUSED
         return replace(mode, worst=room)
 
+    def _cast(self, xs: list[Array], mode: Mode) -> tuple[list[Array], Mode]:
+        """Now and then other rows, which are cast on their way."""
+        wanted = self.focus.cast
+        if wanted is None:
+            wanted = self.focus.mode != "plain" and self.cast_rng.random() < 0.25
+        if not wanted:
+            return xs, mode
+        cast = random_cast(self.cast_rng, [len(x) for x in xs], self.focus.hidden)
+        codes, scales = cast.results()
+        return codes, replace(mode, cast=cast, scales=scales)
+
     def _all_well(self, serial: int, ways: Ways) -> bool:
         return serial not in self.expected and len(ways.present) == self.world.num_ranks
 
@@ -254,6 +273,8 @@ class Story:
         mode = PLAIN
         if self.focus.mode != "plain":
             mode = random_mode(self.rng, xs, routing, 0, cached=True)
+        if not differ:
+            xs, mode = self._cast(xs, mode)
         call_dispatch(self.world, ways, xs, routing, handle, mode)
 
     def _combine(self, ways: Ways, differ: bool) -> None:

@@ -13,7 +13,10 @@ from deepep_cupy.plan.constants import SHARED_HEAD, KernelShape, kernel_constant
 from simulator.build import build_kernel, entry_text, kernel_text
 
 MAX_ROW_BYTES = 384
-STORY_KERNELS = ("barrier", "dispatch", "dispatch_bulk", "combine", "combine_bulk")
+STORY_KERNELS = (
+    *("barrier", "dispatch", "dispatch_bulk", "dispatch_cast_bulk"),
+    *("combine", "combine_bulk"),
+)
 """Kernels in which ranks talk to each other."""
 
 Edit = Callable[[str], str]
@@ -36,7 +39,7 @@ class Shape:
 
     @property
     def constants(self) -> Mapping[str, int]:
-        """The product's constants: stages of 256 bytes, two of them a warp."""
+        """The product's constants: stages of 256 bytes (casting, of 2048), two of them a warp."""
         shape = KernelShape(
             num_ranks=self.num_ranks,
             max_row_bytes=MAX_ROW_BYTES,

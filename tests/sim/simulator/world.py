@@ -30,7 +30,7 @@ from simulator.machine import Fault, Machine, Use
 from simulator.shapes import Edit, Shape, library
 
 NUM_SLOTS = 14
-LOCAL_BYTES = 96 * 1024
+LOCAL_BYTES = 256 * 1024
 PHASES = {1: "header", 2: "partial counts", 3: "experts", 4: "bulk load", 5: "arrival"}
 OK, REFUSED, FAILED, POISONED, STOPPED = "ok", "refused", "failed", "poisoned", "stopped"
 
@@ -85,7 +85,7 @@ class RankMemory:
         self.control = ControlLayout(ranks, setting.num_experts)
         self.report_layout = ReportLayout(ranks, setting.num_experts)
         head = align(self.control.nbytes, OFFSET_UNIT)
-        self.slot_bytes = max(16, 4 * ranks) * 1024
+        self.slot_bytes = max(20, 9 * ranks) * 1024
         self.device = machine.region(f"rank{rank}.pool", head + NUM_SLOTS * self.slot_bytes, rank)
         self.slots = [head + i * self.slot_bytes for i in range(NUM_SLOTS)]
         local = machine.region(f"rank{rank}.local", LOCAL_BYTES, rank)

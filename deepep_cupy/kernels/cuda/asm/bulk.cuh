@@ -6,7 +6,7 @@
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// ---- ordinary 16-byte accesses to shared memory that bulk copies touch too ----
+// ---- ordinary accesses to shared memory that bulk copies touch too ----
 
 DEVICE Vec16 ld_shared_v4(const void* p) {
     Vec16 v;
@@ -20,6 +20,14 @@ DEVICE void st_shared_v4(void* p, const Vec16& v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)),
                  "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
+}
+DEVICE void st_shared_v2(void* p, u32 first, u32 second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared_address(p)), "r"(first),
+                 "r"(second)
+                 : "memory");
+}
+DEVICE void st_shared_u32(void* p, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -13,16 +13,25 @@ struct Scale {
     u32 sent;    // what travels: the bits of a float32, or a biased exponent
 };
 
-DEVICE Scale scale_of(const QuantizeCommon& d, f32 largest) {
+DEVICE Scale scale_of(const Cast& cast, f32 largest) {
     f32 inverse = mul_rn_f32(largest, bits_to_f32(kInverse));
-    if (d.round_scale == 0u) {
+    if (cast.round_scale == 0u) {
         return {div_rn_f32(448.0f, largest), f32_to_bits(inverse)};
     }
     // The power of two that is not below it.
     u32 bits = f32_to_bits(inverse);
     u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0u ? 1u : 0u);
     u32 factor = exponent < 255u ? (254u - exponent) << 23 : 0u;
-    return {bits_to_f32(factor), d.packed != 0u ? exponent : exponent << 23};
+    return {bits_to_f32(factor), cast.packed != 0u ? exponent : exponent << 23};
+}
+
+// Four exponents to a word, the first in the lowest byte; those of missing groups are 0. Lane i
+// brings that of group i, and a lane 4 * i gets word i.
+DEVICE u32 pack_exponents(u32 mine, bool has) {
+    u32 word = has ? mine << lane_index() % 4 * 8 : 0u;
+    word |= warp_shuffle(word, lane_index() ^ 1u);
+    word |= warp_shuffle(word, lane_index() ^ 2u);
+    return word;
 }
 
 // The largest value of kLanes neighbouring lanes, in all of them. No value is NaN.
