@@ -68,8 +68,8 @@ _SLACK = 32 << 20
 def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
     """Bytes of symmetric memory a Buffer takes per rank when the caller names none.
 
-    Three worst-case receives (``R * M`` rows, with their scales, indices, weights and source
-    tokens), one block of as many rows for expert outputs, and some slack.
+    Three worst-case receives (``R * M`` rows, with their scales, indices, weights, source tokens
+    and handle), one block of as many rows for expert outputs, and some slack.
 
     Args:
         spec: Sizes of the Buffer.
@@ -78,7 +78,7 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
     """
     tokens, row = spec.max_recv_tokens, spec.max_row_bytes
     scales = 4 * num_scales(row, packed=False) if spec.one_byte_items else 0
-    per_token = _blocks(tokens, 8 * spec.num_topk, 4 * spec.num_topk, 4)
+    per_token = _blocks(tokens, 8 * spec.num_topk, 4 * spec.num_topk, 4, 4)
     receive = _blocks(tokens, row, scales) + per_token
     total = _LIVE_DISPATCHES * receive + _blocks(tokens, row)
     if expand_to is not None:
