@@ -66,14 +66,16 @@ def check(got, want, *, cached=False):
 
 
 @pytest.mark.parametrize("worst", [None, 64])
-@pytest.mark.parametrize("mode", ["plain", "no room", "own", "cast"])
+@pytest.mark.parametrize("mode", ["plain", "no room", "own", "cast", "cast on the way"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_dispatch_and_cached(ranks, worst, mode):
     num_ranks = ranks  # not the fixture: eight experts divide by these alone
-    xs, idx, weights = inputs(num_ranks, 1)
+    fused = mode == "cast on the way"
+    casts = fused or mode == "cast"
+    xs, idx, weights = inputs(num_ranks, 1, hidden=48 if fused else 40)
     limits = None if worst is None else [worst] * num_ranks
-    cast = {"round_scale": True, "use_ue8m0": True} if mode == "cast" else {}
-    common = {"quantize": mode == "cast", "topk_weights": weights, **cast}
+    cast = {"round_scale": True, "use_ue8m0": True} if casts else {}
+    common = {"quantize": casts, "topk_weights": weights, **cast}
     want = reference.dispatch(
         xs,
         topk_idx=idx,
@@ -89,11 +91,12 @@ def test_dispatch_and_cached(ranks, worst, mode):
     def work(rank):
         me = rank.spec.rank
         given = {"topk_weights": up(weights[me]), "expand": True, "own": mode == "own"}
-        if mode == "cast":
+        if casts:
             given["quantize"] = Quantization(round_scale=True, use_ue8m0=True)
         if mode == "no room":
             without_room(rank)
-        x = up(xs[me])
+        apart = me > 1  # x begins elsewhere, and is cast by a kernel of its own
+        x = shifted(xs[me]) if apart else up(xs[me])
         got = rank.dispatch(
             call_of(x, topk_idx=up(idx[me]), num_worst_tokens=worst, zero_padding=True, **given)
         )
@@ -101,9 +104,20 @@ def test_dispatch_and_cached(ranks, worst, mode):
         second = rank.dispatch(call_of(x, routing=got.routing, **given))
         check(second, again[me], cached=True)
         assert second.routing is got.routing
+        names = [name for name, _ in rank.kernels.grids]
+        assert names.count("dispatch_cast_bulk") == (2 if fused and not apart else 0)
+        before = casts and x.size and not (fused and not apart)
+        assert names.count("quantize") == (2 if before else 0)
         return True
 
     assert all(run_ranks(num_ranks, work, num_experts=EXPERTS, num_topk=TOPK))
+
+
+def shifted(array):
+    """On the device, at no multiple of 16 bytes."""
+    skip = 8 // array.itemsize
+    flat = up(np.concatenate([np.zeros(skip, array.dtype), array.reshape(-1)]))
+    return flat[skip:].reshape(array.shape)
 
 
 def without_room(rank):
@@ -222,9 +236,9 @@ def touch(array, what):
 
 
 @pytest.mark.parametrize("worst", [None, 16])
-@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("cast", [False, True, "on the way"])
 def test_nothing_is_reused_before_its_time(worst, cast):
-    xs, idx, weights = inputs(1, 6)
+    xs, idx, weights = inputs(1, 6, hidden=48 if cast == "on the way" else 40)
 
     def work(rank):
         rank.events.patient = True

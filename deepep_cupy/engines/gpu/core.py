@@ -318,6 +318,6 @@ def address(array: Any) -> int:
 
 
 def dtype_code_of(dtype: Any, scales: Any = None) -> int:
-    """Code of a row dtype, and of its scales if there are any, for headers and kernels."""
+    """Code of a row dtype, and of that of its scales if there are any, for headers and kernels."""
     name = dtype.name if dtype.isnative else "swapped bytes"
-    return dtype_code(name, dtype.itemsize, None if scales is None else scales.dtype.name)
+    return dtype_code(name, dtype.itemsize, None if scales is None else scales.name)

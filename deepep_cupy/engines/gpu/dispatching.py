@@ -18,7 +18,7 @@ from typing import Any
 from deepep_cupy.engines.base import DispatchCall, DispatchOutput, Routing
 from deepep_cupy.engines.gpu.core import Core, address, dtype_code_of
 from deepep_cupy.engines.gpu.expanding import expand
-from deepep_cupy.engines.gpu.quantizing import quantize
+from deepep_cupy.engines.gpu.quantizing import cast_on_the_way, quantize, travelling
 from deepep_cupy.engines.gpu.received import (
     FLOAT32,
     Addresses,
@@ -91,7 +91,8 @@ class _Plan:
 
     Attributes:
         hidden: Of ``x``.
-        dtype: Of ``x``.
+        dtype: Of rows as they travel.
+        scales: Dtype of their scales; None: there are none.
         row_bytes: Without scales.
         topk: K of the arrays that are given.
         num_scales: S.
@@ -100,11 +101,13 @@ class _Plan:
         parts: Of the meta block of a new route.
         wanted: Blocks of a new route.
         fields: Of ``DispatchCommon``, but for what differs from call to call.
+        cast: Of ``Cast``, where the kernel itself can cast.
         grids: Blocks.
     """
 
     hidden: int
     dtype: Any
+    scales: Any
     row_bytes: int
     topk: int
     num_scales: int
@@ -113,6 +116,7 @@ class _Plan:
     parts: _Meta
     wanted: tuple[tuple[int, str], ...]
     fields: list[int]
+    cast: tuple[int, ...] | None
     grids: GridPlan
 
 
@@ -128,13 +132,13 @@ class Dispatcher:
         core = self._core
         turn = core.begin(call.streams)
         try:
-            if call.quantize is not None:
-                if not turn.plain:
-                    turn.keep(call)
-                call = quantize(core, call, turn)
             plan: _Plan | None = call.form.plan
             if plan is None:
                 plan = call.form.plan = self._plan(call)
+            if call.quantize is not None and (plan.cast is None or call.x.data.ptr % 16):
+                if not turn.plain:
+                    turn.keep(call)
+                call = quantize(core, call, turn)
             if call.routing is not None:
                 return self._cached(call, plan, call.routing, turn)
             return self._new(call, plan, turn)
@@ -145,7 +149,7 @@ class Dispatcher:
             core.end(turn)
 
     def _plan(self, call: DispatchCall) -> _Plan:
-        core, x, topk_idx, scales = self._core, call.x, call.topk_idx, call.scales
+        core, x, topk_idx = self._core, call.x, call.topk_idx
         spec, weights = core.spec, call.topk_weights
         topk = index_bytes = experts = local = 0
         if topk_idx is not None:
@@ -159,7 +163,8 @@ class Dispatcher:
             worst, alignment = call.num_worst_tokens, call.expert_alignment
             capacity = spec.max_recv_tokens if worst is None else worst
             words = num_words(spec.num_max_tokens_per_rank, spec.num_ranks, local)
-        row_bytes, num_scales = x.shape[1] * x.itemsize, 0 if scales is None else scales.shape[1]
+        dtype, scales, num_scales = travelling(call)
+        row_bytes = x.shape[1] * dtype.itemsize
         has_weights = weights is not None
         fields = dict.fromkeys(_FIELDS, 0)
         fields.update(
@@ -174,14 +179,15 @@ class Dispatcher:
             row_bytes=row_bytes,
             num_scales=num_scales,
             access_bytes=access_bytes(row_bytes, (), _NARROW),
-            dtype=dtype_code_of(x.dtype, scales),
+            dtype=dtype_code_of(dtype, scales),
             layout=layout,
             layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
         )
         parts = _Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales)
         return _Plan(
             hidden=x.shape[1],
-            dtype=x.dtype,
+            dtype=dtype,
+            scales=scales,
             row_bytes=row_bytes,
             topk=topk,
             num_scales=num_scales,
@@ -193,6 +199,7 @@ class Dispatcher:
                 (round_up(capacity * row_bytes), "recv_x of dispatch()"),
             ),
             fields=[int(value) for value in fields.values()],
+            cast=cast_on_the_way(core, call),
             grids=core.grid_plan(call.num_sms),
         )
 
@@ -266,7 +273,7 @@ class Dispatcher:
         counts: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``counts``: rows of each local expert."""
-        topk_idx, scales, array = call.topk_idx, call.scales, self._core.arrays.array
+        topk_idx, scales, array = call.topk_idx, plan.scales, self._core.arrays.array
         (at, at_rows), number, topk = pointers, routing.num_recv_tokens, plan.topk
         recv_x = array(at_rows, (number, plan.hidden), plan.dtype)
         recv_idx = recv_weights = recv_scales = None
@@ -276,7 +283,7 @@ class Dispatcher:
                 recv_weights = array(at, (number, topk), FLOAT32, plan.parts.weights_at)
         if scales is not None:
             shape = number, plan.num_scales
-            recv_scales = array(at, shape, scales.dtype, plan.parts.scales_at)
+            recv_scales = array(at, shape, scales, plan.parts.scales_at)
         return self._output(
             call, turn, recv_x, recv_idx, recv_weights, recv_scales, routing, counts
         )
@@ -286,7 +293,7 @@ class Dispatcher:
     def _cached(
         self, call: DispatchCall, plan: _Plan, routing: Routing, turn: Turn
     ) -> DispatchOutput:
-        core, weights, scales = self._core, call.topk_weights, call.scales
+        core, weights, scales = self._core, call.topk_weights, plan.scales
         known, number, arrays = addresses_of(routing), routing.num_recv_tokens, core.arrays
         row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
         if weights is None and scales is None:
@@ -322,7 +329,7 @@ class Dispatcher:
                 recv_weights = arrays.array(at, (number, plan.topk), FLOAT32)
             if scales is not None:
                 shape = number, plan.num_scales
-                recv_scales = arrays.array(at, shape, scales.dtype, scales_at)
+                recv_scales = arrays.array(at, shape, scales, scales_at)
         return self._output(call, turn, recv_x, None, recv_weights, recv_scales, routing, None)
 
     # ------------------------------------------------------------------------------ both kinds
@@ -365,6 +372,9 @@ class Dispatcher:
             access = fields[_ACCESS] = access_bytes(plan.row_bytes, (source,), _NARROW)
         fields[_PLACES] = places
         name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
+        if call.quantize is not None and plan.cast is not None:  # else quantize() has done it
+            name = "dispatch_cast_bulk"
+            fields.extend(plan.cast)
         try:
             launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
             launch.operation(*fields)

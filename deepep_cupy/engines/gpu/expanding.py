@@ -136,7 +136,7 @@ def _copy(core: Core, received: Received, turn: Turn) -> Received:
             len(counts),
             routing.expert_alignment,
             call.zero_padding,
-            dtype_code_of(rows.dtype, scales),
+            dtype_code_of(rows.dtype, None if scales is None else scales.dtype),
         )
         launch(turn.stream.ptr)
     return replace(received, rows=out, scales=out_scales, topk_idx=None, topk_weights=out_weights)

@@ -1,4 +1,7 @@
-"""The cast to FP8 on GPUs: a pass over a rank's own rows before they travel."""
+"""The cast to FP8 on GPUs: by the kernel that sends the rows, or by one of its own before.
+
+Ranks need not do the same: to their peers they are dispatches of FP8 rows with scales.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,29 @@ from deepep_cupy.plan.launch import access_bytes
 from deepep_cupy.plan.local import cast_chunks, local_blocks
 from deepep_cupy.plan.routing import num_scales
 
-__all__ = ["quantize"]
+__all__ = ["cast_on_the_way", "quantize", "travelling"]
 
 _FP8: Any = np.dtype(ml_dtypes.float8_e4m3fn)
+_FLOAT32: Any = np.dtype(np.float32)
+_INT32: Any = np.dtype(np.int32)
+
+
+def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
+    """What a dispatch sends: dtype of rows, dtype of scales (None: there are none), S."""
+    how, x, scales = call.quantize, call.x, call.scales
+    if how is not None:
+        packed = how.use_ue8m0
+        return _FP8, _INT32 if packed else _FLOAT32, num_scales(x.shape[1], packed=packed)
+    return x.dtype, *((None, 0) if scales is None else (scales.dtype, scales.shape[1]))
+
+
+def cast_on_the_way(core: Core, call: DispatchCall) -> tuple[int, ...] | None:
+    """Fields of ``Cast`` where the dispatch kernel itself can cast rows of this form (whose base
+    is a multiple of 16 bytes), else None."""
+    how, hidden = call.quantize, call.x.shape[1]
+    if how is None or not core.bulk or hidden == 0 or hidden % 16:
+        return None
+    return dtype_code_of(call.x.dtype), int(how.round_scale), int(how.use_ue8m0)
 
 
 def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
@@ -33,10 +56,9 @@ def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
         return call
     x = call.x
     tokens, hidden = x.shape
-    packed = how.use_ue8m0
-    codes = turn.empty((tokens, hidden), _FP8)
-    columns = num_scales(hidden, packed=packed)
-    scales = turn.empty((tokens, columns), np.dtype(np.int32 if packed else np.float32))
+    dtype, scales_dtype, columns = travelling(call)
+    codes = turn.empty((tokens, hidden), dtype)
+    scales = turn.empty((tokens, columns), scales_dtype)
     if codes.nbytes:
         access = access_bytes(hidden * x.itemsize, (x.data.ptr,), (x.itemsize,))
         warps = tokens * cast_chunks(hidden, x.itemsize, access)
@@ -52,7 +74,7 @@ def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
             access,
             dtype_code_of(x.dtype),
             how.round_scale,
-            packed,
+            how.use_ue8m0,
         )
         launch(turn.stream.ptr)
     return replace(call, x=codes, scales=scales, quantize=None)

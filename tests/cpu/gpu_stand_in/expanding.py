@@ -30,6 +30,9 @@ def wide_of(number):
 
 # ------------------------------------------------------------------------------------- the cast
 
+CAST_FIELDS = [("cast_dtype", None), ("cast_round_scale", None), ("cast_packed", None)]
+"""Of ``dispatch_cast_bulk``, behind those of ``dispatch``."""
+
 
 def _quantize(p, num_ranks):
     del num_ranks

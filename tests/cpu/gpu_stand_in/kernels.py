@@ -13,6 +13,7 @@ import numpy as np
 
 from deepep_cupy.engines.gpu.report import REFUSED
 from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.kernels.spec import Struct
 from deepep_cupy.plan.headers import (
     ARGUMENTS,
     DTYPE_CODES,
@@ -24,14 +25,25 @@ from deepep_cupy.plan.headers import (
     RefusalCode,
 )
 from deepep_cupy.plan.layout import RECORD_HEAD
+from deepep_cupy.reference import quantize
 from gpu_stand_in import device as d
 from gpu_stand_in import expanding, staging
 from gpu_stand_in.memory import at
 
-FIELDS = {}
-for _name in ("dispatch", "combine"):
-    _struct = get_kernel(_name).params[1].ctype
-    FIELDS[_name] = [(p.name, p.count) for p in _struct.params]
+
+def fields_of(struct):
+    """Names and counts, those of inner structs in their place."""
+    for param in struct.params:
+        if isinstance(param.ctype, Struct):
+            yield from fields_of(param.ctype)
+        else:
+            yield param.name, param.count
+
+
+FIELDS = {
+    name: list(fields_of(get_kernel(name).params[1].ctype)) for name in ("dispatch", "combine")
+}
+FIELDS["dispatch_cast"] = FIELDS["dispatch"] + expanding.CAST_FIELDS
 FIELDS["combine_expanded"] = FIELDS["combine"] + expanding.MORE_FIELDS
 
 
@@ -140,14 +152,15 @@ class World:
         row = 0
         for source, launch in enumerate(launches):
             q = launch.d
+            sent, sent_scales = what_is_sent(q)
             slots = at(q.send_row, (q.num_tokens, self.num_ranks))
             for token in np.flatnonzero(masks[source][:, rank]):
                 there = slots[token, rank] if cached else row
                 slots[token, rank] = there
                 row += 1
-                rows[there] = at(q.x + int(token) * q.row_bytes, (q.row_bytes,), np.uint8)
+                rows[there] = sent[token]
                 if q.num_scales:
-                    scales[there] = strided_scales(q, int(token))
+                    scales[there] = sent_scales[token]
                 if not cached:
                     sources[there] = token
                 local = np.ones(p.num_topk, np.bool_)
@@ -278,10 +291,20 @@ def gathered(weights, width):
     return made.view(np.float32)
 
 
-def strided_scales(q, token):
-    first = q.scales + 4 * token * q.scales_token_stride
-    step = 4 * q.scales_stride
-    return [at(first + i * step, (1,), np.uint32)[0] for i in range(q.num_scales)]
+def what_is_sent(q):
+    """The bytes of a rank's rows, and their scales."""
+    if hasattr(q, "cast_dtype"):
+        x = at(q.x, (q.num_tokens, q.row_bytes), expanding.number_of(q.cast_dtype))
+        how = {"round_scale": bool(q.cast_round_scale), "use_ue8m0": bool(q.cast_packed)}
+        codes, scales = quantize(x, **how)
+        assert scales.shape[1] == q.num_scales
+        return codes.view(np.uint8), scales.view(np.uint32)
+    scales = np.zeros((q.num_tokens, q.num_scales), np.uint32)
+    for token, row in enumerate(scales):
+        first = q.scales + 4 * token * q.scales_token_stride
+        for i in range(q.num_scales):
+            row[i] = at(first + i * 4 * q.scales_stride, (1,), np.uint32)[0]
+    return at(q.x, (q.num_tokens, q.row_bytes), np.uint8), scales
 
 
 def fill_dispatch(header, p):
@@ -339,8 +362,7 @@ class LocalLaunch:
         self.kernels, self.name = kernels, name
 
     def operation(self, *values):
-        struct = get_kernel(self.name).params[0].ctype
-        names = [param.name for param in struct.params]
+        names = [name for name, _ in fields_of(get_kernel(self.name).params[0].ctype)]
         self.d = SimpleNamespace(**dict(zip(names, values, strict=True)))
 
     def __call__(self, ptr):
@@ -389,6 +411,7 @@ class Launch:
             return (rows, *biases, (p.send_row, slots, False), out)
         cached = p.layout == Layout.CACHED
         rows = (own + p.rows_offset * OFFSET_UNIT, p.capacity * p.row_bytes, True)
-        given = (p.x, p.num_tokens * p.row_bytes, False)
+        wide = expanding.number_of(p.cast_dtype).itemsize if hasattr(p, "cast_dtype") else 1
+        given = (p.x, p.num_tokens * p.row_bytes * wide, False)
         weights = (p.topk_weights, 4 * p.num_tokens * p.num_topk * p.has_weights, False)
         return (given, weights, rows, (p.send_row, slots, not cached))
