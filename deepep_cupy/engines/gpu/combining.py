@@ -83,11 +83,14 @@ class Combiner:
         return CombineOutput(out, out_weights, event)
 
     def _plan(self, call: CombineCall) -> _Plan:
+        """Make the plan of a form."""
         x = call.x
         row_bytes, narrow = x.shape[1] * x.itemsize, x.itemsize
         grids = self._core.grid_plan(call.num_sms)
         access = access_bytes(row_bytes, (), (narrow,))
-        return _Plan(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
+        plan = _Plan(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
+        call.form.plan = plan
+        return plan
 
     def launch(
         self,
@@ -115,9 +118,7 @@ class Combiner:
             layout: Word of the header.
         """
         core, routing, biases = self._core, call.routing, call.biases
-        plan: _Plan | None = call.form.plan
-        if plan is None:
-            plan = call.form.plan = self._plan(call)
+        plan: _Plan = call.form.plan or self._plan(call)
         tokens, known, result = routing.num_tokens, addresses_of(routing), out.data.ptr
         first = biases[0].data.ptr if biases else 0
         second = biases[1].data.ptr if len(biases) > 1 else 0
