@@ -18,7 +18,7 @@ Control block (device memory, start of each rank's region; peers write into the 
     headers      2 x R x (words + R) x 8   (epoch << 32 | value)     peers, by epoch parity
     arrived      2 x R x 8                 (epoch << 32 | status)    peers, by epoch parity
     partials     blocks x (R + 1) x 8      (epoch << 32 | count)     this rank's blocks
-    before       blocks x R x 8            (epoch << 32 | rows)      this rank's blocks
+    before       blocks x (R + 1) x 8      (epoch << 32 | rows)      this rank's blocks
     histogram    E x 4    rows per expert, all ranks' experts        this rank's blocks
     experts      2 x E x 8 (epoch << 32 | count), [R][E / R]         peers, by epoch parity
 
@@ -101,13 +101,13 @@ class ControlLayout:
 
     @property
     def before(self) -> int:
-        """Rows of all lower blocks, [block][R]."""
+        """Rows of all lower blocks, and whether choices are counted, [block][R + 1]."""
         return align(self.partials + MAX_BLOCKS * (self.num_ranks + 1) * 8, LINE)
 
     @property
     def histogram(self) -> int:
         """Rows per expert of the whole group, [E]."""
-        return align(self.before + MAX_BLOCKS * self.num_ranks * 8, LINE)
+        return align(self.before + MAX_BLOCKS * (self.num_ranks + 1) * 8, LINE)
 
     @property
     def experts(self) -> int:

@@ -317,7 +317,7 @@ PLANTED: tuple[Planted, ...] = (
         "fail bit dropped from the arrival counter",
         ("dispatch",),
         change(("failed ? 0x10001u : 1u", "1u")),
-        _focus(("dispatch", "cached", "cached"), trouble="skew"),
+        _focus(("dispatch", *("cached",) * 5), trouble="skew"),
         "one block's wait expires, cached dispatch",
     ),
     Planted(

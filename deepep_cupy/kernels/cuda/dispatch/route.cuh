@@ -17,8 +17,9 @@
 DEVICE u64* partial_slot(const CommParams& c, u32 block) {
     return control_u64(own_region(c), kControlPartials) + block * (kNumRanks + 1u);
 }
+// R words: rows of all lower blocks. One more: the block's choices are in the histogram.
 DEVICE u64* before_slot(const CommParams& c, u32 block) {
-    return control_u64(own_region(c), kControlBefore) + block * kNumRanks;
+    return control_u64(own_region(c), kControlBefore) + block * (kNumRanks + 1u);
 }
 
 // Publishes this block's counts; lane r of each warp has its rows for rank r.
@@ -58,20 +59,29 @@ DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s)
     }
     ok = !block_barrier_or(!ok);
     if (ok && thread_index() < kNumRanks) {
-        // Release: the block's slots and its additions to the histogram (ordered by the barrier
-        // above) before this word. Not sooner, so that the counts wait for none of them.
+        // Release: the block's slots (ordered by the barrier above) before this word. Not sooner,
+        // so that the counts wait for none of them.
         st_release_gpu_u64(before_slot(c, block_index()) + thread_index(),
                            stamped(comm.epoch, s.before[thread_index()]));
     }
     return ok;
 }
 
-// After it this block may read what all blocks have written into send_row and the histogram. The
-// words are there by the time the ranks' headers are.
-DEVICE bool acquire_slots(const CommParams& c, CommShared& comm) {
+// Says that this block's choices are counted.
+DEVICE void publish_experts(const CommParams& c, const CommShared& comm) {
+    block_barrier();
+    if (thread_index() == 0) {
+        // Release: the block's additions to the histogram (ordered by the barrier).
+        st_release_gpu_u64(before_slot(c, block_index()) + kNumRanks, stamped(comm.epoch, 0));
+    }
+}
+
+// After it this block may read what all blocks have written before the word of that column: 0,
+// their slots in send_row; R, their choices in the histogram.
+DEVICE bool acquire_blocks(const CommParams& c, CommShared& comm, u32 column) {
     bool ok = true;
     for (u32 block = thread_index(); block < num_blocks(); block += kNumThreads) {
-        u64* slot = before_slot(c, block);
+        u64* slot = before_slot(c, block) + column;
         u64 seen = 0;
         if (!wait_stamped(c, comm, slot, {kPhasePartial, c.rank, stamped(comm.epoch, block)},
                           seen)) {
@@ -142,13 +152,17 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
     }
     publish_counts(c, comm, s, rows);
     begin_work();
-    if (counts) count_experts(c, d, s);
     if (!add_up_counts(c, comm, s)) return false;
     if (block_index() == 0) {
         complete_header(comm, s);
         send_header(c, comm);
     }
-    return acquire_slots(c, comm);
+    if (counts) {
+        count_experts(c, d, s);
+        publish_experts(c, comm);
+        if (is_clerk() && !acquire_blocks(c, comm, kNumRanks)) return false;
+    }
+    return acquire_blocks(c, comm, 0);
 }
 
 // Routes this block's tokens and opens the operation. begin_work() runs in all threads of a block
