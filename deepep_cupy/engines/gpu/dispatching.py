@@ -132,9 +132,7 @@ class Dispatcher:
         core = self._core
         turn = core.begin(call.streams)
         try:
-            plan: _Plan | None = call.form.plan
-            if plan is None:
-                plan = call.form.plan = self._plan(call)
+            plan: _Plan = call.form.plan or self._plan(call)
             if call.quantize is not None and (plan.cast is None or call.x.data.ptr % 16):
                 if not turn.plain:
                     turn.keep(call)
@@ -149,6 +147,7 @@ class Dispatcher:
             core.end(turn)
 
     def _plan(self, call: DispatchCall) -> _Plan:
+        """Make the plan of a form."""
         core, x, topk_idx = self._core, call.x, call.topk_idx
         spec, weights = core.spec, call.topk_weights
         topk = index_bytes = experts = local = 0
@@ -184,7 +183,7 @@ class Dispatcher:
             layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
         )
         parts = _Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales)
-        return _Plan(
+        plan = _Plan(
             hidden=x.shape[1],
             dtype=dtype,
             scales=scales,
@@ -202,6 +201,8 @@ class Dispatcher:
             cast=cast_on_the_way(core, call),
             grids=core.grid_plan(call.num_sms),
         )
+        call.form.plan = plan
+        return plan
 
     # ------------------------------------------------------------------------------ new routes
 
