@@ -8,15 +8,20 @@
 
 struct PlainRows {
     static constexpr u32 kStageBytes = kDispatchStageBytes;
-    static constexpr bool kChanges = false;
+    static constexpr bool kLoadsFirst = true;
     const DispatchCommon& d;
 
     DEVICE_METHOD Pieces pieces() const { return cut_rows(d.row_bytes, 16u, kStageBytes, 0u); }
 
-    DEVICE_METHOD void send_beside(const CommParams& c, const CommShared& comm, u32 token,
-                                   u32 row) const {
+    DEVICE_METHOD void send_with_row(const CommParams& c, const CommShared& comm, u32 token,
+                                     u32 row) const {
         send_metadata(c, comm, d, token, row);
     }
+
+    DEVICE_METHOD u32 change(u8*, u32) const { return 0; }
+
+    DEVICE_METHOD void send_with_piece(const CommParams&, const CommShared&, const Pieces&, u32,
+                                       u32, u32) const {}
 };
 static_assert(sizeof(BulkShared<kDispatchStageBytes>) <= kDispatchBulkSharedBytes,
               "SHARED_HEAD in plan/constants.py is small");

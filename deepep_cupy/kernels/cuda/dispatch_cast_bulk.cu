@@ -9,28 +9,6 @@
 #include "dispatch/bulk.cuh"
 #include "quantize/in_place.cuh"
 
-struct CastRows {
-    static constexpr u32 kStageBytes = kCastStageBytes;
-    static constexpr bool kChanges = true;
-    const DispatchCommon& d;
-    const Cast& cast;
-
-    DEVICE_METHOD Pieces pieces() const {
-        u32 shift = cast.dtype == kDtypeFloat32 ? 2u : 1u;
-        return cut_rows(d.row_bytes << shift, kCastUnit << shift, kStageBytes, shift);
-    }
-
-    DEVICE_METHOD void send_beside(const CommParams& c, const CommShared& comm, u32 token,
-                                   u32 row) const {
-        send_choices(c, comm, d, token, row);
-    }
-
-    DEVICE_METHOD void change(const CommParams& c, const CommShared& comm, const Pieces& pieces,
-                              u32 piece, u32 row, u8* stage, u32 bytes) const;
-};
-static_assert(sizeof(BulkShared<kCastStageBytes>) <= kDispatchCastBulkSharedBytes,
-              "SHARED_HEAD in plan/constants.py is small");
-
 // Lane g has the scale of group g, and what is to be multiplied with it.
 struct CastPiece {
     const Cast& cast;
@@ -46,26 +24,52 @@ struct CastPiece {
     }
 };
 
-DEVICE_METHOD void CastRows::change(const CommParams& c, const CommShared& comm,
-                                    const Pieces& pieces, u32 piece, u32 row, u8* stage,
-                                    u32 bytes) const {
-    u32 sent = 0;
-    with_input(cast.dtype, CastPiece{cast, stage, bytes, sent});
-    // The engine reads what all lanes wrote, and later writes what all lanes read: a proxy fence
-    // in each of them, then the warp barrier before the lane that drives it.
-    fence_proxy_async_shared();
-    warp_barrier();
-    // The scales of this piece's groups; packed, a word has four of them.
-    u32 channels = bytes >> pieces.shift;
-    bool has = lane_index() < (channels + kScaleGroup - 1) / kScaleGroup;
-    u32 word = piece * (pieces.bytes >> pieces.shift) / kScaleGroup + lane_index();
-    if (cast.packed != 0u) {
-        sent = pack_exponents(sent, has);
-        has = has && word % 4 == 0;
-        word /= 4;
+struct CastRows {
+    static constexpr u32 kStageBytes = kCastStageBytes;
+    // A warp casts while the engine still reads the piece before; the codes go as soon as they
+    // are made, and only the next load waits until that stage is free.
+    static constexpr bool kLoadsFirst = false;
+    const DispatchCommon& d;
+    const Cast& cast;
+
+    DEVICE_METHOD Pieces pieces() const {
+        u32 shift = cast.dtype == kDtypeFloat32 ? 2u : 1u;
+        return cut_rows(d.row_bytes << shift, kCastUnit << shift, kStageBytes, shift);
     }
-    send_words(c, comm, d, row, word, has, sent);
-}
+
+    DEVICE_METHOD void send_with_row(const CommParams& c, const CommShared& comm, u32 token,
+                                     u32 row) const {
+        send_choices(c, comm, d, token, row);
+    }
+
+    // Returns the scale of group g in lane g.
+    DEVICE_METHOD u32 change(u8* stage, u32 bytes) const {
+        u32 sent = 0;
+        with_input(cast.dtype, CastPiece{cast, stage, bytes, sent});
+        // The engine reads what all lanes wrote, and later writes what all lanes read: a proxy
+        // fence in each of them, then the warp barrier before the lane that drives it.
+        fence_proxy_async_shared();
+        warp_barrier();
+        return sent;
+    }
+
+    // Scales, a word for each group or, packed, for each four.
+    DEVICE_METHOD void send_with_piece(const CommParams& c, const CommShared& comm,
+                                       const Pieces& pieces, u32 piece, u32 row,
+                                       u32 scale) const {
+        u32 channels = piece_length(pieces, piece) >> pieces.shift;
+        bool has = lane_index() < (channels + kScaleGroup - 1) / kScaleGroup;
+        u32 word = piece * (pieces.bytes >> pieces.shift) / kScaleGroup + lane_index();
+        if (cast.packed != 0u) {
+            scale = pack_exponents(scale, has);
+            has = has && word % 4 == 0;
+            word /= 4;
+        }
+        send_words(c, comm, d, row, word, has, scale);
+    }
+};
+static_assert(sizeof(BulkShared<kCastStageBytes>) <= kDispatchCastBulkSharedBytes,
+              "SHARED_HEAD in plan/constants.py is small");
 
 KERNEL dispatch_cast_bulk(const GRID_CONSTANT DispatchCastBulkParams p) {
     dispatch_by_bulk(p.comm, p.d.sent, CastRows{p.d.sent, p.d.cast});

@@ -5,17 +5,19 @@
 // and stores it to every destination, while the next piece is being loaded into the other.
 //
 // A kernel says what it does with rows by a type `Rows`:
-//   kStageBytes   of a stage, at least those of a piece
-//   kChanges      its warps change pieces in their stages
-//   pieces()      how rows are cut, and how much shorter they are when they are stored
-//   send_beside() what else goes to the ranks that get a row
-//   change()      with kChanges: all lanes, once a piece is in; ends with what a bulk store needs
+//   kStageBytes     of a stage, at least those of a piece
+//   kLoadsFirst     the next load starts before this piece is stored, else behind it
+//   pieces()        how rows are cut, and how much shorter they are when they are stored
+//   send_with_row() what else goes to the ranks that get a row
+//   change()        what happens to a piece that is in; the engine may store it afterwards
+//   send_with_piece()  what else goes to the ranks that get it; `made` is what change() returned
+// All lanes call them.
 #include "asm/bulk.cuh"
 #include "common/bulk_wait.cuh"
 #include "dispatch/deliver.cuh"
 
 constexpr int kStages = kDispatchStages;
-static_assert(kStages == 2, "the next load waits for all stores but those yet to be started");
+static_assert(kStages == 2, "a load waits for all stores but those of the piece at hand");
 
 template <u32 kStageBytes>
 struct BulkShared {
@@ -130,9 +132,9 @@ DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared&
     return work;
 }
 
-// Goes to the next piece and starts its load: into the other stage than the last one's, once the
-// stores of the turn before have read it.
-template <class Shared>
+// Goes to the next piece and starts its load, once the stores of the turn before have read the
+// stage. kStarted: whether those of this turn, which read the other one, have started.
+template <bool kStarted, class Shared>
 DEVICE void load_next(const CommParams& c, const DispatchCommon& d, Shared& s, WarpWork& work,
                       u32 stage) {
     if (work.next.piece + 1 < work.pieces.count) {
@@ -141,7 +143,7 @@ DEVICE void load_next(const CommParams& c, const DispatchCommon& d, Shared& s, W
         seek(c, d, work.deal, work.next);
     }
     if (work.next.token != kNoToken && lane_index() == 0) {
-        bulk_wait_read<0>();
+        bulk_wait_read<kStarted ? 1 : 0>();
         start_load(d, work.pieces, work.next, s.stage[warp_index()][stage],
                    &s.loaded[warp_index()][stage]);
     }
@@ -172,21 +174,16 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, c
                 wait_loaded(c, s.comm, loaded, parity);
                 break;
             }
-            rows.send_beside(c, s.comm, at.token, row);
+            rows.send_with_row(c, s.comm, at.token, row);
         }
-        // The engine itself wrote what a load brings, so that no proxy fence lies between it and
-        // the stores. A warp that changes pieces does so while the last stores are still reading,
-        // which the next load waits for; one that does not starts that load as soon as it may.
-        if constexpr (Rows::kChanges) {
-            if (!wait_loaded(c, s.comm, loaded, parity)) break;
-            u32 bytes = piece_length(work.pieces, at.piece);
-            rows.change(c, s.comm, work.pieces, at.piece, row, s.stage[warp][stage], bytes);
-            load_next(c, d, s, work, 1 - stage);
-        } else {
-            load_next(c, d, s, work, 1 - stage);
-            if (!wait_loaded(c, s.comm, loaded, parity)) break;
-        }
+        if constexpr (Rows::kLoadsFirst) load_next<false>(c, d, s, work, 1 - stage);
+        // The engine itself wrote what a load brings: no proxy fence lies between it and the
+        // stores, but where lanes change it.
+        if (!wait_loaded(c, s.comm, loaded, parity)) break;
+        u32 made = rows.change(s.stage[warp][stage], piece_length(work.pieces, at.piece));
         start_stores(c, s.comm, d, work.pieces, at, row, s.stage[warp][stage]);
+        if constexpr (!Rows::kLoadsFirst) load_next<true>(c, d, s, work, 1 - stage);
+        rows.send_with_piece(c, s.comm, work.pieces, at.piece, row, made);
     }
     fill_tails(c, s.comm, d);  // while the last stores are on their way
     // Completes what this thread has started: shared memory is free to vanish, and every store is
