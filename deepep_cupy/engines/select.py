@@ -39,10 +39,7 @@ def make_engine(
     if engine == "host":
         return HostEngine(group, board, spec)
     topology = survey(group, device, local_rank=env.launcher_local_rank())
-    compilers = group.allgather(_why_no_compiler())
-    against = topology.verdict() or "; ".join(
-        f"rank {rank}: {reason}" for rank, reason in enumerate(compilers) if reason
-    )
+    against = topology.verdict() or _who_has_no_compiler(group)
     if not against:
         from deepep_cupy.engines.cuda import CudaEngine
 
@@ -60,6 +57,12 @@ def make_engine(
     if group.rank == 0:
         logger.info("running on the host engine: %s", against)
     return HostEngine(group, board, spec)
+
+
+def _who_has_no_compiler(group: Group) -> str:
+    """Which ranks cannot compile kernels, and why. Collective, and blocking."""
+    reasons = group.allgather(_why_no_compiler())
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
 
 
 def _why_no_compiler() -> str:

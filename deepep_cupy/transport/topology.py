@@ -8,6 +8,7 @@ apart by UUID: each rank may see only its own, under whatever number.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ MIN_CAPABILITY = (8, 0)
 """Compute capability below which the kernels do not run."""
 
 _ATTRIBUTE_MPS = 133  # cudaDevAttrMpsEnabled
+_DRIVER = "libcuda.so.1"
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ def survey(group: Group, device: int | None = None, *, local_rank: int | None = 
 
 
 def _look(gpu: Gpu, device: int | None, local_rank: int) -> Gpu:
+    try:
+        ctypes.CDLL(_DRIVER)  # the first thing that CUDA loads; to import CuPy takes far longer
+    except OSError as error:
+        return replace(gpu, objection=f"no NVIDIA driver ({error})")
     try:
         import cupy
         from cuda.bindings import driver  # noqa: F401 - launches need it

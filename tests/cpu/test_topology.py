@@ -68,6 +68,7 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch):
+    monkeypatch.setattr(topology, "_DRIVER", None)  # this process: a library that is there
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=Runtime()))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=None))
@@ -110,8 +111,15 @@ def test_reasons_not_to_run(runtime):
 
 
 def test_no_cupy(monkeypatch):
+    monkeypatch.setattr(topology, "_DRIVER", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert "install deepep_cupy[cuda13]" in survey(Group()).verdict()
+
+
+def test_no_driver_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(topology, "_DRIVER", "libnot_there.so.1")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert survey(Group()).verdict().startswith("rank 0: no NVIDIA driver (libnot_there.so.1: ")
 
 
 def test_what_nobody_expected_is_an_objection_too(monkeypatch):
