@@ -89,6 +89,13 @@ class _Rules:
     def __init__(self, factors: Mapping[str, Levels], num_ranks: int) -> None:
         self._factors = factors
         self._num_ranks = num_ranks
+        measures: dict[str, Callable[[Any], int]] = {
+            "num_topk": lambda k: max(1, k),
+            "num_tokens": max,
+            "hidden": int,
+            "dtype": _itemsize,
+        }
+        self._least = {name: _least(factors[name], each) for name, each in measures.items()}
 
     def allowed(self, row: Mapping[str, int]) -> bool:
         """What the contract allows together, and nothing huge."""
@@ -132,19 +139,22 @@ class _Rules:
     def worst_bytes(self, row: Mapping[str, int], expanded: bool) -> int:
         """Bytes one rank receives at most, with the smallest values of the levels."""
 
-        def least(name: str, measure: Callable[[Any], int]) -> int:
-            levels = self._factors[name]
-            chosen = levels if name not in row else (levels[row[name]],)
-            return min(measure(value) for level in chosen for value in level)
-
-        copies = least("num_topk", lambda k: max(1, k)) if expanded else 1
-        size = least("num_tokens", max) * least("hidden", int) * least("dtype", _itemsize)
-        return self._num_ranks * size * copies
+        tokens, hidden, item, copies = (
+            self._least[name][row.get(name)]
+            for name in ("num_tokens", "hidden", "dtype", "num_topk")
+        )
+        return self._num_ranks * tokens * hidden * item * (copies if expanded else 1)
 
     def cost(self, row: Mapping[str, int]) -> float:
         """A MiB of rows weighs as much as one new pair."""
         expanded = row["expand"] > 0
         return self.worst_bytes(row, expanded) / (1 << 20)
+
+
+def _least(levels: tuple[tuple[Any, ...], ...], measure: Callable[[Any], int]) -> dict[Any, int]:
+    """The smallest measure of each level; under None, of all."""
+    of_level = {level: min(map(measure, values)) for level, values in enumerate(levels)}
+    return of_level | {None: min(of_level.values())}
 
 
 def _itemsize(dtype: str) -> int:

@@ -46,7 +46,7 @@ def covering_rows(
     Returns:
         The rows, and the pairs that no allowed row can hold.
     """
-    rng = random.Random(seed)
+    search = _Search(levels, allowed, random.Random(seed))
     factors = sorted(levels)
     everything = [
         (f, i, g, j)
@@ -54,20 +54,15 @@ def covering_rows(
         for i in range(levels[f])
         for j in range(levels[g])
     ]
-    nothing: set[Pair] = set()
-    impossible = {
-        pair
-        for pair in everything
-        if _complete(_start(pair), factors, levels, allowed, nothing, rng) is None
-    }
+    impossible = {pair for pair in everything if search.complete(_start(pair), factors) is None}
     missing = set(everything) - impossible
+    search.want(missing)
     rows: list[Row] = []
     while missing:
         start = _start(min(missing))
         best: tuple[float, Row, set[Pair]] | None = None
         for _ in range(_CANDIDATES):
-            order = rng.sample(factors, len(factors))
-            row = _complete(start, order, levels, allowed, missing, rng)
+            row = search.complete(start, search.rng.sample(factors, len(factors)))
             if row is None:
                 continue
             new = pairs_of(row) & missing
@@ -78,6 +73,7 @@ def covering_rows(
             raise RuntimeError(f"no row holds {start}: allowed() contradicts itself")
         rows.append(best[1])
         missing -= best[2]
+        search.found(best[2])
     return rows, impossible
 
 
@@ -85,36 +81,57 @@ def _start(pair: Pair) -> Row:
     return {pair[0]: pair[1], pair[2]: pair[3]}
 
 
-def _complete(
-    part: Row,
-    order: list[str],
-    levels: Mapping[str, int],
-    allowed: Callable[[Mapping[str, int]], bool],
-    missing: set[Pair],
-    rng: random.Random,
-) -> Row | None:
-    """Fill in the other factors, each with the allowed level that covers most missing pairs."""
-    if not allowed(part):
+class _Search:
+    """Completes rows. A set of (factor, level) is an integer with one bit for each.
+
+    Tables are built by every rank of every test of them, so this is written to be fast.
+    """
+
+    def __init__(
+        self,
+        levels: Mapping[str, int],
+        allowed: Callable[[Mapping[str, int]], bool],
+        rng: random.Random,
+    ) -> None:
+        self.rng = rng
+        self._allowed = allowed
+        places = [(factor, level) for factor, count in levels.items() for level in range(count)]
+        self._bits = {
+            factor: [1 << places.index((factor, level)) for level in range(count)]
+            for factor, count in levels.items()
+        }
+        self._partners = {factor: [0] * count for factor, count in levels.items()}
+
+    def want(self, pairs: set[Pair]) -> None:
+        """Prefer levels that are in these pairs."""
+        for f, i, g, j in pairs:
+            self._partners[f][i] |= self._bits[g][j]
+            self._partners[g][j] |= self._bits[f][i]
+
+    def found(self, pairs: set[Pair]) -> None:
+        """Prefer them no more."""
+        for f, i, g, j in pairs:
+            self._partners[f][i] &= ~self._bits[g][j]
+            self._partners[g][j] &= ~self._bits[f][i]
+
+    def complete(self, part: Row, order: list[str]) -> Row | None:
+        """Fill in the other factors, each with the allowed level that covers most wanted pairs."""
+        held = sum(self._bits[factor][level] for factor, level in part.items())
+        return self._fill(part, held, [factor for factor in order if factor not in part])
+
+    def _fill(self, part: Row, held: int, open_factors: list[str]) -> Row | None:
+        if not self._allowed(part):
+            return None
+        if not open_factors:
+            return part
+        factor, *rest = open_factors
+        bits, partners = self._bits[factor], self._partners[factor]
+        gains = [
+            (-(each & held).bit_count(), self.rng.random(), level)
+            for level, each in enumerate(partners)
+        ]
+        for _, _, level in sorted(gains):
+            row = self._fill({**part, factor: level}, held | bits[level], rest)
+            if row is not None:
+                return row
         return None
-    factor = next((name for name in order if name not in part), None)
-    if factor is None:
-        return part
-    choice = range(levels[factor])
-    gains = [(-_gain(part, factor, level, missing), rng.random(), level) for level in choice]
-    for _, _, level in sorted(gains):
-        row = _complete({**part, factor: level}, order, levels, allowed, missing, rng)
-        if row is not None:
-            return row
-    return None
-
-
-def _gain(part: Row, factor: str, level: int, missing: set[Pair]) -> int:
-    count = 0
-    for other, other_level in part.items():
-        pair = (
-            (factor, level, other, other_level)
-            if factor < other
-            else (other, other_level, factor, level)
-        )
-        count += pair in missing
-    return count
