@@ -62,14 +62,17 @@ _LIVE_DISPATCHES = 3
 """Worst-case receives that fit at once: two alive and one under way."""
 _LIVE_EXPANDED = 2
 """The same of the expanded layout: one alive and one under way."""
+_LIVE_HANDLES = 64
+"""Handles that outlive their receives, one a layer."""
 _SLACK = 32 << 20
 
 
 def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
     """Bytes of symmetric memory a Buffer takes per rank when the caller names none.
 
-    Three worst-case receives (``R * M`` rows, with their scales, indices, weights, source tokens
-    and handle), one block of as many rows for expert outputs, and some slack.
+    Three worst-case receives (``R * M`` rows, with their scales, indices, weights and handle), one
+    block of as many rows for expert outputs, 64 more handles (where rows are short: as many as
+    take the room of a receive), and some slack.
 
     Args:
         spec: Sizes of the Buffer.
@@ -78,9 +81,10 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
     """
     tokens, row = spec.max_recv_tokens, spec.max_row_bytes
     scales = 4 * num_scales(row, packed=False) if spec.one_byte_items else 0
-    per_token = _blocks(tokens, 8 * spec.num_topk, 4 * spec.num_topk, 4, 4)
-    receive = _blocks(tokens, row, scales) + per_token
+    handle = _blocks(tokens, 4, 4) + _blocks(spec.num_ranks + spec.num_local_experts, 8)
+    receive = _blocks(tokens, row, scales, 8 * spec.num_topk, 4 * spec.num_topk) + handle
     total = _LIVE_DISPATCHES * receive + _blocks(tokens, row)
+    total += min(_LIVE_HANDLES * handle, receive)
     if expand_to is not None:
         rows = worst_expanded_rows(tokens, spec.num_topk, spec.num_local_experts, expand_to)
         expanded = _blocks(rows, row, scales, 4) + _blocks(tokens, 4 * spec.num_topk)

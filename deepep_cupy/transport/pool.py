@@ -20,8 +20,8 @@ Life of a block::
 * Under capture only memory is handed out on which the host knows nothing to be pending: no wait
   of today can stand in a graph that runs tomorrow, and no event may be touched meanwhile. What
   was made in a capture is reused in that capture, on the same stream, and by nobody else.
-* Blocks of a 64th of the pool and more are stacked from the low end, the others live in the last
-  eighth. A worst-case block that is shrunk as soon as its size is known leaves its tail next
+* Blocks of a 64th of the pool and more are stacked from the low end, the others from the high
+  end. A worst-case block that is shrunk as soon as its size is known leaves its tail next
   to the free rest, so that the next worst-case block fits; small blocks do not stand in between.
   Of several blocks for one operation, allocate the one that will be shrunk last.
 
@@ -83,7 +83,6 @@ class Pool:
         self._nbytes = nbytes
         self._who = f"{who}: " if who else ""
         self._large = nbytes // 64
-        self._small_zone = start + nbytes // 8 * 7 // ALIGNMENT * ALIGNMENT
         self._guard = _Guard()
         self.given_back: deque[Block] = deque()
         self._clock = StreamClock(events)
@@ -124,38 +123,34 @@ class Pool:
             capture: What the caller knows ``EventSource.capture_id`` to say of the stream.
         """
         blocks: list[Block] = []
-        with self._guard:
-            if capture is None or self._closed:
-                capture = self._capture_of(stream)
-            if self.given_back:
-                self._drain(may_record=not capture)
-            for nbytes, label in wanted:
-                block = self._place(nbytes, stream, label, capture)
-                if block is None:
-                    break
-                blocks.append(block)
-            if len(blocks) == len(wanted):
-                return blocks
         try:
-            for nbytes, label in wanted[len(blocks) :]:
-                blocks.append(self._squeezed(nbytes, stream, label, capture))
+            with self._guard:
+                if capture is None or self._closed:
+                    capture = self._capture_of(stream)
+                if self.given_back:
+                    self._drain(may_record=not capture)
+                if self._place(wanted, stream, capture, blocks):
+                    return blocks
+            self._squeeze(wanted, stream, capture, blocks)
         except BaseException:
             self.given_back.extend(blocks)
             raise
         return blocks
 
-    def _squeezed(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block:
-        """A block where there seems to be no room."""
+    def _squeeze(
+        self, wanted: Sequence[tuple[int, str]], stream: Stream, capture: int, blocks: list[Block]
+    ) -> None:
+        """Make the missing blocks where there seems to be no room."""
         if not capture:
             # Arrays in reference cycles hold blocks too. Not under the lock: user finalizers run.
             gc.collect()
             with self._guard:
                 self._drain(may_record=True)
-                block = self._place(nbytes, stream, label, capture)
-            if block is not None:
-                return block
-        blocks, numbers = self.live(), self.statistics()
-        raise exhausted(self._who, nbytes, label, blocks, numbers, captured=capture != 0)
+                if self._place(wanted[len(blocks) :], stream, capture, blocks):
+                    return
+        nbytes, label = wanted[len(blocks)]
+        alive, numbers = self.live(), self.statistics()
+        raise exhausted(self._who, nbytes, label, alive, numbers, captured=capture != 0)
 
     def own(self, block: Block, keep: object = None) -> BlockOwner:
         """Make the object whose death gives ``block`` back; ``keep`` lives as long as it does."""
@@ -311,25 +306,31 @@ class Pool:
             )
         return capture
 
-    def _place(self, nbytes: int, stream: Stream, label: str, capture: int) -> Block | None:
-        """In the place of the last one of its kind, else where there is room."""
-        if nbytes <= 0 or nbytes % ALIGNMENT:
-            nbytes = round_up(nbytes)
-        resting = self._resting.blocks.get((nbytes, stream))
-        if resting and not capture:
-            offset = resting.pop().offset
-        else:
-            found = self._search(nbytes, stream, capture)
-            if found is None:
-                return None
-            offset = found
-            self._num_found += 1
-        block = self._live[offset] = Block(offset, nbytes, stream, label, capture, self._clock.tick)
-        self._num_allocs += 1
-        self._live_bytes = live = self._live_bytes + nbytes
-        if live > self._peak:
-            self._peak = live
-        return block
+    def _place(
+        self, wanted: Sequence[tuple[int, str]], stream: Stream, capture: int, blocks: list[Block]
+    ) -> bool:
+        """Add blocks, each in the place of the last one of its kind, else where there is room, up
+        to the first for which there is none; whether there was room for all."""
+        live, resting, clock = self._live, self._resting.blocks, self._clock
+        for nbytes, label in wanted:
+            if nbytes <= 0 or nbytes % ALIGNMENT:
+                nbytes = round_up(nbytes)
+            rest = resting.get((nbytes, stream))
+            if rest and not capture:
+                offset = rest.pop().offset
+            else:
+                found = self._search(nbytes, stream, capture)
+                if found is None:
+                    return False
+                offset = found
+                self._num_found += 1
+            block = live[offset] = Block(offset, nbytes, stream, label, capture, clock.tick)
+            blocks.append(block)
+            self._num_allocs += 1
+            self._live_bytes += nbytes
+            if self._live_bytes > self._peak:
+                self._peak = self._live_bytes
+        return True
 
     def _search(self, nbytes: int, stream: Stream, capture: int) -> int | None:
         """Cut a place out of what is free."""
@@ -342,6 +343,8 @@ class Pool:
             offset = self._find(nbytes, stream)
             if offset is None and self._wake():
                 offset = self._find(nbytes, stream)
+            if offset is None:
+                offset = home.cheapest_fit(nbytes, self._clock.price(stream))
         if offset is None:
             return None
         pending = home.take(offset, nbytes)
@@ -354,16 +357,9 @@ class Pool:
         return offset
 
     def _find(self, nbytes: int, stream: Stream) -> int | None:
-        ready = self._clock.ready(stream)
-        if nbytes >= self._large:
-            offset = self._free.first_fit(nbytes, ready)
-        else:
-            offset = self._free.first_fit(nbytes, ready, start=self._small_zone)
-            if offset is None:
-                offset = self._free.last_fit(nbytes, ready)
-        if offset is None:
-            offset = self._free.cheapest_fit(nbytes, self._clock.price(stream))
-        return offset
+        """Where memory is that needs no wait."""
+        fit = self._free.first_fit if nbytes >= self._large else self._free.last_fit
+        return fit(nbytes, self._clock.ready(stream))
 
     def _find_captured(
         self, nbytes: int, stream: Stream, capture: int

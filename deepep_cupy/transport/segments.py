@@ -89,20 +89,15 @@ class FreeList:
         self._segments.insert(at, segment)
         self._offsets.insert(at, segment.offset)
 
-    def first_fit(
-        self, nbytes: int, ready: Callable[[Segment], bool], *, start: int = 0
-    ) -> int | None:
-        """Lowest place at or above ``start`` where ready neighbours hold ``nbytes``."""
+    def first_fit(self, nbytes: int, ready: Callable[[Segment], bool]) -> int | None:
+        """Lowest place where ready neighbours hold ``nbytes``."""
         low = high = -1
-        segments = self._segments
-        first = max(bisect_right(self._offsets, start) - 1, 0) if start else 0
-        for at in range(first, len(segments)):
-            segment = segments[at]
+        for segment in self._segments:
             if not ready(segment):
                 high = -1
                 continue
             if segment.offset != high:
-                low = max(segment.offset, start)
+                low = segment.offset
             high = segment.end
             if high - low >= nbytes:
                 return low
@@ -155,8 +150,12 @@ class FreeList:
         first = bisect_right(self._offsets, offset) - 1
         segment = self._segments[first]
         self.nbytes -= nbytes
-        if segment.end > end and segment.offset == offset:  # the usual case, without a new list
+        # The usual cases, without a new list.
+        if segment.end > end and segment.offset == offset:
             segment.offset = self._offsets[first] = end
+            return segment.pending
+        if segment.end == end and segment.offset < offset:
+            segment.end = offset
             return segment.pending
         last = first
         pending: dict[Stream, Mark] = {}

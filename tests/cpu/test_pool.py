@@ -110,6 +110,15 @@ def test_memory_that_needs_no_wait_is_preferred(pool, events):
     assert events.calls == []
 
 
+def test_what_rests_is_preferred_to_a_wait(pool, events):
+    mine, other = pool.alloc(32 * MIB, "a"), pool.alloc(32 * MIB, "b")
+    pool.free(other)
+    pool.live()
+    pool.free(mine)
+    assert mine.offset <= pool.alloc(512, "a").offset < mine.end
+    assert events.calls == []
+
+
 def test_what_a_side_stream_read_does_not_slow_its_neighbours(pool, events):
     kept = [pool.alloc(16 * MIB, "main") for _ in range(3)]
     pool.record_stream(kept[1], "side")
@@ -425,6 +434,18 @@ def test_an_event_that_cannot_be_recorded_loses_no_memory(pool, events, monkeypa
     monkeypatch.setattr(events, "record", lambda stream: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pool.alloc(60 * MIB, "b")
+    assert pool.statistics().free == pool.statistics().nbytes
+
+
+def test_blocks_of_one_operation_come_together_or_not_at_all(pool, events, monkeypatch):
+    for small in (512, 2 * MIB):
+        with pytest.raises(PoolExhaustedError, match=r"no room for 63\.0 MiB for rows"):
+            pool.alloc_all(((small, "meta"), (MIB, "rows"), (63 * MIB, "rows")), "a")
+        assert pool.statistics().free == pool.statistics().nbytes
+    pool.free(pool.alloc(60 * MIB, "a"))
+    monkeypatch.setattr(events, "record", lambda stream: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pool.alloc_all(((512, "meta"), (60 * MIB, "rows")), "b")
     assert pool.statistics().free == pool.statistics().nbytes
 
 

@@ -29,7 +29,7 @@ def arrays():
     region = SimpleNamespace(
         base=BASE,
         allocation=object(),
-        find=lambda address, nbytes: address - BASE if 0 <= address - BASE < 1 << 20 else None,
+        find=lambda address, nbytes: address - BASE if 0 <= address - BASE < 2 << 20 else None,
     )
     return PoolArrays(region, pool, 0)
 

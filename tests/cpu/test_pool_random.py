@@ -429,7 +429,11 @@ def rests_under_a_wrong_size(patch):
 
 def rests_in_graphs(patch):
     right = Pool._place
-    patch.setattr(Pool, "_place", lambda self, *args: right(self, *args[:-1], 0))
+
+    def place(self, wanted, stream, capture, blocks):
+        return right(self, wanted, stream, 0, blocks)
+
+    patch.setattr(Pool, "_place", place)
 
 
 def rests_with_its_other_users(patch):
