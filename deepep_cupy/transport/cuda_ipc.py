@@ -204,6 +204,7 @@ class PoolArrays:
 
     Attributes:
         base: Address of offset 0.
+        allocation: What arrays keep alive.
     """
 
     def __init__(self, region: SymmetricRegion, pool: Pool, device: int) -> None:
@@ -215,14 +216,20 @@ class PoolArrays:
         self._pool = pool
         self._given_back = pool.given_back
         self._region = region
-        self._allocation = region.allocation
+        self.allocation = region.allocation
         self.base = region.base
         self._device = device
 
     def own(self, block: Block) -> Any:
         """A ``MemoryPointer`` to ``block``; the block is given back when the last array made from
         it dies. Once per block."""
-        owner = BlockOwner(block, self._given_back, self._allocation)
+        owner = BlockOwner(block, self._given_back, self.allocation)
+        memory = self._memory(self.base + block.offset, block.nbytes, owner, self._device)
+        return self._pointer(memory, 0)
+
+    def pointer(self, owner: BlockOwner) -> Any:
+        """The same for a block that has an owner, which lives as long as the arrays do."""
+        block = owner.block
         memory = self._memory(self.base + block.offset, block.nbytes, owner, self._device)
         return self._pointer(memory, 0)
 

@@ -187,6 +187,65 @@ def test_too_many_tokens_without_a_host_that_waits():
     assert sum(run_ranks(2, work, num_experts=8)) > 0
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_wait_keeps_what_peers_may_write_into(error):
+    """Nobody knows whether that dispatch has ended, and the Buffer is poisoned."""
+    xs, idx, _, _ = inputs(1, 4, tokens=(9,))
+
+    def work(rank):
+        pool, report = rank.core.pool, rank.core.report
+        x, chosen = up(xs[0]), up(idx[0])
+
+        def stopped(serial, number):
+            raise error
+
+        kept = report.counts
+        report.counts = stopped
+        with pytest.raises(error):
+            rank.dispatch(call_of(x, topk_idx=chosen))
+        numbers = pool.statistics()
+        assert numbers.live == numbers.quarantined > 16 * x.nbytes // 9
+        report.counts = kept
+        pool.release_quarantine()
+        assert pool.statistics().live == 0
+        return len(rank.dispatch(call_of(x, topk_idx=chosen)).recv_x)
+
+    assert run_ranks(1, work, num_experts=8)[0] > 0
+
+
+def test_a_handle_keeps_nothing_but_itself():
+    """Results that are dropped are given back whole, whatever handles stay."""
+    xs, idx, weights, scales = inputs(2, 4, tokens=(9, 16))
+
+    def work(rank):
+        me, pool = rank.spec.rank, rank.core.pool
+        given = {"topk_idx": up(idx[me]), "topk_weights": up(weights[me])}
+        given["scales"] = up(scales[me])
+        most = rank.spec.max_recv_tokens
+        for worst in (None, most):
+            for expand in (False, True):
+                call = call_of(up(xs[me]), num_worst_tokens=worst, expand=expand, **given)
+                handles = [rank.dispatch(call).routing for _ in range(3)]
+                labels = ["handle of dispatch()"] + expand * ["expanded_row of dispatch()"]
+                assert sorted(block.label for block in pool.live()) == sorted(3 * labels)
+                words = most + 2 * (2 + 4) + 1 + most + expand * most * 3
+                assert pool.statistics().live <= 3 * (4 * words + 2 * 512)
+                again = rank.dispatch(call_of(up(xs[me]), routing=handles[1], expand=expand))
+                real = again.routing.psum_recv_rows[1]
+                sources = again.routing.recv_src_idx[:real].get()
+                assert sources[-1] < 16
+                if not expand:
+                    received = again.recv_x.get()[:real]
+                    own = handles[1].recv_rows_per_rank.get()[: me + 1].sum()
+                    first = own - handles[1].recv_rows_per_rank[me]
+                    same(received[first:own], xs[me][sources[first:own]], "own rows")
+                del handles, again
+        assert pool.statistics().live == 0
+        return True
+
+    assert all(run_ranks(2, work, num_experts=8))
+
+
 def test_statistics_add_up():
     xs, idx, _, _ = inputs(2, 5)
 

@@ -14,7 +14,7 @@ from deepep_cupy.engines.gpu.news import News
 from deepep_cupy.engines.gpu.order import DeviceOrder
 from deepep_cupy.engines.gpu.report import Report
 from deepep_cupy.engines.gpu.streams import Keeper, StreamPoint, Turn
-from deepep_cupy.errors import ContractError, DeepEPCupyError, StateError
+from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.plan.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode, dtype_code
 from deepep_cupy.plan.launch import GridPlan
 from deepep_cupy.plan.layout import ControlLayout
@@ -255,14 +255,14 @@ class Core:
     def wait_counts(self, number: int, stream: Any, blocks: list[Block]) -> list[int]:
         """Wait until the operation just launched has told its counts. The stream may be busy for
         long with what was queued before, so that the wait ends when the stream does. Where that
-        fails, the blocks are given back, whoever owns them."""
+        fails, the blocks are given back, whoever owns them: when it is known that nobody writes
+        into them any more."""
         serial, counts_of, report = self.serial, self.report.counts, self.report
         polls, end = 0, None
         try:
             while True:
                 counts = counts_of(serial, number)
                 if counts is not None:
-                    self.news.at_risk(blocks)
                     return counts
                 if report.has_news:
                     self.news.raise_any(serial)
@@ -274,7 +274,7 @@ class Core:
                         counts = counts_of(serial, number)
                         return counts if counts is not None else self.news.silence(serial)
                     time.sleep(0)  # lets other threads of this process run
-        except DeepEPCupyError as error:
+        except BaseException as error:
             for block in blocks:
                 if not isinstance(error, ContractError):
                     self.pool.quarantine(block)

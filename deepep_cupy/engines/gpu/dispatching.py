@@ -1,12 +1,14 @@
 """Dispatch on GPUs: blocks for what will come, one launch, arrays over what came.
 
-What comes beside the rows lies in one block, the *meta* block, each part at a multiple of
-``OFFSET_UNIT`` (C is the capacity, R * M tokens or ``num_worst_tokens``)::
+What comes beside the rows lies in two blocks, each part at a multiple of ``OFFSET_UNIT`` (C is the
+capacity, R * M tokens or ``num_worst_tokens``)::
 
-    words | source indices [C] | weights [C, K] | topk_idx [C, K] | scales [C, S]
+    handle block    words | source indices [C]
+    meta block      weights [C, K] | topk_idx [C, K] | scales [C, S]
 
-The words are the handle's (``received.Addresses``), and written by this rank alone. A cached call
-has neither them nor indices. ``dispatch/deliver.cuh`` knows where the scales begin.
+The words are the handle's (``received.Addresses``), and written by this rank alone. Handles may
+outlive all else that came with them, which is why they have a block of their own. A cached call
+has no handle block and no indices. ``dispatch/deliver.cuh`` knows where the scales begin.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from deepep_cupy.engines.gpu.received import (
     CudaRouting,
     Received,
     addresses_of,
-    num_words,
+    words_bytes,
 )
 from deepep_cupy.engines.gpu.streams import Turn
 from deepep_cupy.errors import ContractError
@@ -48,23 +50,14 @@ _NOT_IN_GRAPHS = (
 
 
 class _Meta:
-    """Where the parts of a meta block begin, bytes."""
+    """Where the parts of a meta block begin, bytes; weights at its beginning."""
 
-    __slots__ = ("index_at", "nbytes", "scales_at", "sources_at", "weights_at")
+    __slots__ = ("index_at", "nbytes", "scales_at")
 
     def __init__(
-        self,
-        words: int,
-        sources: int,
-        capacity: int,
-        topk: int,
-        weights: bool,
-        index_bytes: int,
-        scales: int,
+        self, capacity: int, topk: int, weights: bool, index_bytes: int, scales: int
     ) -> None:
-        self.sources_at = align(4 * words, OFFSET_UNIT)
-        self.weights_at = self.sources_at + align(4 * sources, OFFSET_UNIT)
-        self.index_at = self.weights_at + align(4 * capacity * topk * weights, OFFSET_UNIT)
+        self.index_at = align(4 * capacity * topk * weights, OFFSET_UNIT)
         self.scales_at = self.index_at + align(capacity * topk * index_bytes, OFFSET_UNIT)
         self.nbytes = self.scales_at + 4 * capacity * scales
 
@@ -98,8 +91,10 @@ class _Plan:
         num_scales: S.
         local: El with choices, else 0.
         capacity: C of a new route; of a cached one its handle knows.
+        sources_at: Where the source indices begin in the handle block of a new route.
         parts: Of the meta block of a new route.
-        wanted: Blocks of a new route.
+        wanted: Blocks of a new route: for the handle, for rows, and between them the meta block
+            where anything lies in it.
         fields: Of ``DispatchCommon``, but for what differs from call to call.
         cast: Of ``Cast``, where the kernel itself can cast.
         grids: Blocks.
@@ -113,6 +108,7 @@ class _Plan:
     num_scales: int
     local: int
     capacity: int
+    sources_at: int
     parts: _Meta
     wanted: tuple[tuple[int, str], ...]
     fields: list[int]
@@ -156,12 +152,11 @@ class Dispatcher:
             experts, local = spec.num_experts or 0, spec.num_local_experts
         elif weights is not None:
             topk = weights.shape[1]
-        layout, capacity, words, alignment = Layout.CACHED, 0, 0, 1
+        layout, capacity, alignment = Layout.CACHED, 0, 1
         if call.routing is None:
             layout = Layout.MASK if topk_idx is None else Layout.TOPK
             worst, alignment = call.num_worst_tokens, call.expert_alignment
             capacity = spec.max_recv_tokens if worst is None else worst
-            words = num_words(spec.num_max_tokens_per_rank, spec.num_ranks, local)
         dtype, scales, num_scales = travelling(call)
         row_bytes = x.shape[1] * dtype.itemsize
         has_weights = weights is not None
@@ -182,7 +177,17 @@ class Dispatcher:
             layout=layout,
             layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
         )
-        parts = _Meta(words, capacity, capacity, topk, has_weights, index_bytes, num_scales)
+        sources_at = align(
+            words_bytes(spec.num_max_tokens_per_rank, spec.num_ranks, local), OFFSET_UNIT
+        )
+        parts = _Meta(capacity, topk, has_weights, index_bytes, num_scales)
+        wanted = [
+            (round_up(sources_at + 4 * capacity), "handle of dispatch()"),
+            (round_up(parts.nbytes), "indices of dispatch()"),
+            (round_up(capacity * row_bytes), "recv_x of dispatch()"),
+        ]
+        if not parts.nbytes:
+            del wanted[1]
         plan = _Plan(
             hidden=x.shape[1],
             dtype=dtype,
@@ -192,11 +197,9 @@ class Dispatcher:
             num_scales=num_scales,
             local=local,
             capacity=capacity,
+            sources_at=sources_at,
             parts=parts,
-            wanted=(
-                (round_up(parts.nbytes), "indices of dispatch()"),
-                (round_up(capacity * row_bytes), "recv_x of dispatch()"),
-            ),
+            wanted=tuple(wanted),
             fields=[int(value) for value in fields.values()],
             cast=cast_on_the_way(core, call),
             grids=core.grid_plan(call.num_sms),
@@ -208,13 +211,12 @@ class Dispatcher:
 
     def _new(self, call: DispatchCall, plan: _Plan, turn: Turn) -> DispatchOutput:
         core, ranks, local, parts = self._core, self._ranks, plan.local, plan.parts
-        waits = call.num_worst_tokens is None
+        sources_at, waits = plan.sources_at, call.num_worst_tokens is None
         if waits and turn.capture != 0:
             raise ContractError(_NOT_IN_GRAPHS)
         blocks = turn.alloc(*plan.wanted)
-        meta, rows = blocks
-        at = meta.offset
-        words = Addresses(core.arrays.base + at, len(call.x), ranks, local, waited=waits)
+        kept, meta, rows = blocks[0], blocks[-2], blocks[-1]
+        words = Addresses(core.arrays.base + kept.offset, len(call.x), ranks, local, waited=waits)
         self._launch(
             turn,
             call,
@@ -235,14 +237,15 @@ class Dispatcher:
                 not waits,
                 plan.capacity,
                 rows.offset // OFFSET_UNIT,
-                (at + parts.sources_at) // OFFSET_UNIT,
-                (at + parts.weights_at) // OFFSET_UNIT,
-                (at + parts.index_at) // OFFSET_UNIT,
+                (kept.offset + sources_at) // OFFSET_UNIT,
+                meta.offset // OFFSET_UNIT,
+                (meta.offset + parts.index_at) // OFFSET_UNIT,
             ),
         )
+        core.news.at_risk(blocks)
         # A host that waits for counts does before they come what it can.
         arrays, pool = core.arrays, core.pool
-        pointers = arrays.own(meta), arrays.own(rows)
+        pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
         routing = CudaRouting.made_of(
             num_tokens=len(call.x),
             num_recv_tokens=plan.capacity,
@@ -250,8 +253,8 @@ class Dispatcher:
             expert_alignment=call.expert_alignment,
             addresses=words,
             _arrays=arrays,
-            _meta=pointers[0],
-            _sources_at=parts.sources_at,
+            _owner=pool.own(kept, arrays.allocation),
+            _sources_at=sources_at,
         )
         counts = None
         if waits:
@@ -260,8 +263,6 @@ class Dispatcher:
             pool.shrink(rows, number * plan.row_bytes)
             if plan.num_scales:
                 pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
-        else:
-            core.news.at_risk(blocks)
         return self._received(call, plan, turn, routing, pointers, counts)
 
     def _received(
@@ -281,7 +282,7 @@ class Dispatcher:
         if topk_idx is not None:
             recv_idx = array(at, (number, topk), topk_idx.dtype, plan.parts.index_at)
             if call.topk_weights is not None:
-                recv_weights = array(at, (number, topk), FLOAT32, plan.parts.weights_at)
+                recv_weights = array(at, (number, topk), FLOAT32)
         if scales is not None:
             shape = number, plan.num_scales
             recv_scales = array(at, shape, scales, plan.parts.scales_at)
@@ -301,7 +302,7 @@ class Dispatcher:
             blocks = turn.alloc((row_bytes, label))
             scales_at = 0
         else:
-            parts = _meta_of(0, 0, number, plan.topk, weights is not None, 0, plan.num_scales)
+            parts = _meta_of(number, plan.topk, weights is not None, 0, plan.num_scales)
             blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
             scales_at = parts.scales_at
         at = blocks[-1].offset

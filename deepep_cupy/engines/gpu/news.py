@@ -23,7 +23,7 @@ from deepep_cupy.transport.rendezvous import Rendezvous, name_ranks
 __all__ = ["News"]
 
 _WHAT_NEXT = "call reset() or close() on every rank, or end the program"
-_BLOCKS_AT_RISK = 8
+_BLOCKS_AT_RISK = 12
 _HANDLE = ARGUMENTS.index("handle")
 
 

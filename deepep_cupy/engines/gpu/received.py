@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from deepep_cupy.engines.base import DispatchCall, Routing
+from deepep_cupy.transport.block import BlockOwner
 from deepep_cupy.transport.cuda_ipc import PoolArrays
 
 __all__ = ["Addresses", "CudaRouting", "Received", "addresses_of"]
@@ -60,9 +61,9 @@ class Addresses:
         self.birth = base + 4 * num_experts
 
 
-def num_words(num_tokens: int, num_ranks: int, num_experts: int) -> int:
-    """How many words ``Addresses`` reach over."""
-    return num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1
+def words_bytes(num_tokens: int, num_ranks: int, num_experts: int) -> int:
+    """How many bytes ``Addresses`` reach over."""
+    return 4 * (num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1)
 
 
 class _Part:
@@ -95,15 +96,15 @@ class CudaRouting(Routing):
     host_rows_per_rank: tuple[int, ...] | None = None
     addresses: Addresses
     _arrays: PoolArrays
-    _meta: Any
+    _owner: BlockOwner
     _sources_at: int
 
     @classmethod
     def made_of(cls, **values: Any) -> CudaRouting:
         """Make one of fields of ``Routing`` and of what stands in for the arrays: ``addresses``,
-        ``_arrays``, ``_meta`` (where the block begins) and ``_sources_at`` (behind the words)."""
+        ``_arrays``, ``_owner`` (of the block) and ``_sources_at`` (behind the words)."""
         routing = object.__new__(cls)
-        routing.__dict__.update(values)
+        object.__setattr__(routing, "__dict__", values)  # it is frozen, and so has no other way
         return routing
 
     def learn(self, rows_per_rank: list[int]) -> int:
@@ -119,15 +120,16 @@ class CudaRouting(Routing):
     def _words(self, begin: int, end: int) -> Any:
         """The words between two addresses."""
         offset = begin - self.addresses.send_row
-        return self._arrays.array(self._meta, ((end - begin) // 4,), _INT32, offset)
+        return self._arrays.array(self._begin, ((end - begin) // 4,), _INT32, offset)
 
+    _begin: Any = _Part(lambda r: r._arrays.pointer(r._owner))
     send_row: Any = _Part(
         lambda r: r._words(r.addresses.send_row, r.addresses.rows_per_rank).reshape(
             r.num_tokens, r.num_ranks
         )
     )
     recv_src_idx: Any = _Part(
-        lambda r: r._arrays.array(r._meta, (r.num_recv_tokens,), _INT32, r._sources_at)
+        lambda r: r._arrays.array(r._begin, (r.num_recv_tokens,), _INT32, r._sources_at)
     )
     recv_rows_per_rank: Any = _Part(
         lambda r: r._words(r.addresses.rows_per_rank, r.addresses.psum_recv_rows)
