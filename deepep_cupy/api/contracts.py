@@ -7,6 +7,7 @@ here are shapes, dtypes and what goes with what.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from deepep_cupy.engines.base import (
     Quantization,
     Reduce,
     ScalesLayout,
+    Streams,
 )
 from deepep_cupy.errors import ContractError
 from deepep_cupy.plan.headers import DTYPE_CODES, Layout, Refusal, RefusalCode, describe_refusal
@@ -116,12 +118,7 @@ class Checker(Checks):
             expand=expand,
             zero_padding=zero_padding,
             num_sms=self.num_sms("dispatch", given.config) or given.num_sms,
-            streams=self.streams(
-                "dispatch",
-                given.previous_event,
-                given.async_finish,
-                given.allocate_on_comm_stream,
-            ),
+            streams=self._streams("dispatch", given),
         )
 
     def _signature(self, num_tokens: int, num_topk: int, layout: Layout) -> Signature:
@@ -391,9 +388,7 @@ class Checker(Checks):
             own=given.own,
             reduce=reduce,
             num_sms=self.num_sms("combine", given.config) or given.num_sms,
-            streams=self.streams(
-                "combine", given.previous_event, given.async_finish, given.allocate_on_comm_stream
-            ),
+            streams=self._streams("combine", given),
         )
 
     def _biases(self, bias: object, shape: dict[str, int], dtype: np.dtype[Any]) -> tuple[Any, ...]:
@@ -421,6 +416,12 @@ class Checker(Checks):
             self.refuse("combine", "row_weights", f"needs rows of floating point, got {dtype}")
         shape = {"num_rows": known.num_rows}
         return self.weights("combine", "row_weights", given.row_weights, shape, known.signature)
+
+    def _streams(self, operation: str, given: DispatchArguments | CombineArguments) -> Streams:
+        """Where calls of a form run; the event is each call's own, and not kept."""
+        event, allocate = given.previous_event, given.allocate_on_comm_stream
+        found = self.streams(operation, event, given.async_finish, allocate)
+        return found if event is None else replace(found, previous_event=None)
 
     # ------------------------------------------------------------------------------ the layout
 

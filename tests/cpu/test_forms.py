@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -283,6 +284,23 @@ def test_the_number_of_tokens_makes_no_new_form(tokens, monkeypatch):
     second, signature = made.dispatch(DispatchArguments(x, topk_idx=idx))
     assert second.form is first.form
     assert signature.num_tokens == tokens
+
+
+def test_a_form_keeps_nothing_of_its_calls():
+    """Neither arrays nor events, of the first call or of later ones; and there are not many."""
+    made = checker(glance)
+    for turn in range(3 * forms._MOST_FORMS):
+        x = zeros(5, H - turn // 2)
+        given = x[:4], Past(), handle()
+        seen = [weakref.ref(each) for each in (x, given[1], given[2])]
+        event = EventOverlap(given[1])
+        made.dispatch(DispatchArguments(given[0], handle=given[2], previous_event=event))
+        made.combine(CombineArguments(x, given[2], bias=(zeros(4, H - turn // 2),)))
+        made.combine(CombineArguments(x, given[2], previous_event=event))
+        del x, given, event
+        assert [each() for each in seen] == [None] * 3
+        for memo in (made._dispatches, made._combines):
+            assert len(memo._forms) <= forms._MOST_FORMS
 
 
 # ------------------------------------------------------------------------------------------------
