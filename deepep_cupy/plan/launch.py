@@ -12,6 +12,10 @@ DEFAULT_SHARE = 0.16
 DISPATCH_TOKENS_PER_BLOCK = 8
 COMBINE_TOKENS_PER_BLOCK = 4
 """Fewer tokens than this for each block, and fewer blocks do as well."""
+CAST_TOKENS_PER_BLOCK = 384
+"""More tokens for each block of a dispatch, and rows are cast by a kernel of its own on all SMs
+before: 4096 tokens of 7168 bfloat16 on two H200 took 214 µs with the cast on the way and 192 µs
+with it before at 8 SMs, 120 and 133 µs at 16."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class GridPlan:
     def dispatch(self, num_tokens: int) -> int:
         """Blocks of a dispatch of ``num_tokens``."""
         return max(1, min(self.most, -(-num_tokens // DISPATCH_TOKENS_PER_BLOCK)))
+
+    def casts_on_the_way(self, num_tokens: int) -> bool:
+        """Whether a dispatch that casts should do it in the kernel that sends the rows."""
+        return num_tokens <= CAST_TOKENS_PER_BLOCK * self.dispatch(num_tokens)
 
     def combine(self, num_tokens: int) -> int:
         """Blocks of a combine of ``num_tokens``."""

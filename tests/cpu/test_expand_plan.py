@@ -38,3 +38,10 @@ def test_slices_are_few_where_experts_are_many(tokens, experts):
 def test_usual_sizes_use_all_slices():
     assert num_slices(32768, 32) == 1024
     assert num_slices(128, 32) == 8
+
+
+def test_few_blocks_leave_the_cast_to_a_kernel_of_its_own():
+    assert GridPlan(132, 1, None).casts_on_the_way(4096)  # 21 blocks
+    assert not GridPlan(132, 1, wanted=8).casts_on_the_way(4096)
+    assert GridPlan(132, 1, wanted=8).casts_on_the_way(1)
+    assert GridPlan(132, 1, wanted=8).casts_on_the_way(0)

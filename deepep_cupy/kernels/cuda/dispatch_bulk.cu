@@ -8,7 +8,6 @@
 
 struct PlainRows {
     static constexpr u32 kStageBytes = kDispatchStageBytes;
-    static constexpr bool kLoadsFirst = true;
     const DispatchCommon& d;
 
     DEVICE_METHOD Pieces pieces() const { return cut_rows(d.row_bytes, 16u, kStageBytes, 0u); }

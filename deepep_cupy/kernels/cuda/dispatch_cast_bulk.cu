@@ -26,9 +26,6 @@ struct CastPiece {
 
 struct CastRows {
     static constexpr u32 kStageBytes = kCastStageBytes;
-    // A warp casts while the engine still reads the piece before; the codes go as soon as they
-    // are made, and only the next load waits until that stage is free.
-    static constexpr bool kLoadsFirst = false;
     const DispatchCommon& d;
     const Cast& cast;
 
@@ -42,7 +39,7 @@ struct CastRows {
         send_choices(c, comm, d, token, row);
     }
 
-    // Returns the scale of group g in lane g.
+    // While the engine still reads the piece before. Returns the scale of group g in lane g.
     DEVICE_METHOD u32 change(u8* stage, u32 bytes) const {
         u32 sent = 0;
         with_input(cast.dtype, CastPiece{cast, stage, bytes, sent});

@@ -199,7 +199,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "a stage reused before its bulk stores have read it",
         ("dispatch_bulk",),
-        change(("bulk_wait_read<kStarted ? 1 : 0>();", "")),
+        change(("bulk_wait_read<1>();", "")),
         _focus(DISPATCH, bulk=True, row_bytes=(384,)),
         "dispatch by bulk copies, rows in two pieces",
     ),
@@ -442,7 +442,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "the next load begins before the codes in its stage are read",
         ("dispatch_cast_bulk",),
-        change(("bulk_wait_read<kStarted ? 1 : 0>();", "")),
+        change(("bulk_wait_read<1>();", "")),
         _focus(DISPATCH, bulk=True, cast=True, hidden=(528, 1040)),
         "dispatch that casts, rows in several pieces",
     ),

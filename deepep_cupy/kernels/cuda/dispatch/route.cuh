@@ -137,6 +137,7 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
                          RouteShared& s, const Ahead& ahead, Begin begin_work) {
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) s.total[i] = s.before[i] = 0;
     if (thread_index() == 0) s.bad_token = s.bad_of_all = ~0u;
+    bool counts = d.layout == kLayoutTopk;
     u32 rows = scan_block(d, s, ahead);
     if (num_blocks() == 1) {
         if (thread_index() < kNumRanks) s.total[thread_index()] = rows;
@@ -145,6 +146,11 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
         complete_header(comm, s);
         send_header(c, comm);
         begin_work();
+        if (counts) {
+            count_experts(c, d, s);
+            block_barrier();
+            send_expert_counts(c, comm, d);
+        }
         return true;
     }
     publish_counts(c, comm, s, rows);
@@ -154,7 +160,7 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
         complete_header(comm, s);
         send_header(c, comm);
     }
-    if (d.layout == kLayoutTopk) {
+    if (counts) {
         count_experts(c, d, s);
         publish_experts(c, comm);
         if (is_clerk()) {
@@ -181,12 +187,6 @@ DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon
     if (!route_tokens(c, comm, d, s, ahead, begin_work)) return kFailed;
     Verdict verdict = open_headers(c, comm);
     if (verdict != kGo) return verdict;
-    if (num_blocks() == 1 && d.layout == kLayoutTopk) {
-        // Of few tokens, so that nothing is done beside it: after the header has come back.
-        count_experts(c, d, s);
-        block_barrier();
-        send_expert_counts(c, comm, d);
-    }
     for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
         u32 lower = 0;
         for (u32 source = 0; source < c.rank; ++source) {
