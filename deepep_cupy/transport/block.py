@@ -28,7 +28,7 @@ class Block:
         retired: True once the pool has taken it back.
         uses: Other streams that work on it.
         room: Bytes it keeps from others: more than ``nbytes`` while nobody has asked for the tail
-            that ``shrink`` gave back.
+            that ``shrink`` gave back, or that it has from the block before it.
         died: The pool's clock when it was taken back whole.
     """
 

@@ -16,7 +16,7 @@ Life of a block::
   other stream is first made to wait, on the device, for an event recorded behind the work that
   may still touch the block. Memory that needs no wait is preferred.
 * A block of the size and stream of one that was given back takes its place, without a search
-  (``transport/resting.py``). Nothing rests any more where another place is looked for.
+  (``transport/resting.py``). Where there is no room beside it, it is free like all others.
 * Under capture only memory is handed out on which the host knows nothing to be pending: no wait
   of today can stand in a graph that runs tomorrow, and no event may be touched meanwhile. What
   was made in a capture is reused in that capture, on the same stream, and by nobody else.
@@ -60,6 +60,11 @@ __all__ = [
 ]
 
 
+_SMALL_ZONE = 16 << 20
+"""At the high end, where small blocks are placed beside what rests: half of what the default size
+has to spare."""
+
+
 class Pool:
     """Allocator over ``[start, start + nbytes)``.
 
@@ -83,6 +88,8 @@ class Pool:
         self._nbytes = nbytes
         self._who = f"{who}: " if who else ""
         self._large = nbytes // 64
+        zone = max(nbytes // 128, min(nbytes // 8, _SMALL_ZONE))
+        self._small_zone = start + nbytes - zone
         self._guard = _Guard()
         self.given_back: deque[Block] = deque()
         self._clock = StreamClock(events)
@@ -309,22 +316,28 @@ class Pool:
     def _place(
         self, wanted: Sequence[tuple[int, str]], stream: Stream, capture: int, blocks: list[Block]
     ) -> bool:
-        """Add blocks, each in the place of the last one of its kind, else where there is room, up
-        to the first for which there is none; whether there was room for all."""
-        live, resting, clock = self._live, self._resting.blocks, self._clock
+        """Add blocks, each in the place of one of its kind that rests, else where there is room,
+        up to the first for which there is none; whether there was room for all."""
+        live, resting, clock = self._live, self._resting, self._clock
+        alike = resting.blocks.get
         for nbytes, label in wanted:
             if nbytes <= 0 or nbytes % ALIGNMENT:
                 nbytes = round_up(nbytes)
-            rest = resting.get((nbytes, stream))
+            rest, room = alike((nbytes, stream)), nbytes
+            if not rest and nbytes >= self._large:
+                rest, room = resting.roomy(nbytes, stream)
             if rest and not capture:
                 offset = rest.pop().offset
             else:
                 found = self._search(nbytes, stream, capture)
                 if found is None:
                     return False
-                offset = found
+                offset, room = found, nbytes
                 self._num_found += 1
             block = live[offset] = Block(offset, nbytes, stream, label, capture, clock.tick)
+            if room != nbytes:
+                block.room = room
+                resting.loose.add(block)
             blocks.append(block)
             self._num_allocs += 1
             self._live_bytes += nbytes
@@ -339,8 +352,15 @@ class Pool:
             self._wake()
             home, offset = self._find_captured(nbytes, stream, capture)
         else:
-            self._wake(*((self._large,) if nbytes >= self._large else (0, self._large)))
-            offset = self._find(nbytes, stream)
+            if nbytes >= self._large:
+                self._wake(self._large)
+                offset = self._find(nbytes, stream)
+            else:
+                offset = self._find(nbytes, stream)
+                many = len(self._resting.blocks) > MAX_FACTS
+                if many or offset is None or offset < self._small_zone:
+                    self._wake(0, self._large)
+                    offset = self._find(nbytes, stream)
             if offset is None and self._wake():
                 offset = self._find(nbytes, stream)
             if offset is None:

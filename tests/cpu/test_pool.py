@@ -119,6 +119,20 @@ def test_what_rests_is_preferred_to_a_wait(pool, events):
     assert events.calls == []
 
 
+def test_calls_of_two_kinds_in_turn_need_no_search(pool, events):
+    for _ in range(20):
+        for sizes in ((512, 4096, 40 * MIB), (512, 8192, 25 * MIB)):
+            for block in pool.alloc_all([(nbytes, "") for nbytes in sizes], "s"):
+                pool.free(block)
+    numbers = pool.statistics()
+    assert numbers.num_allocs - numbers.num_again <= 6
+    assert numbers.free == numbers.largest_free == 64 * MIB
+    # Both at once still find room.
+    blocks = [pool.alloc(nbytes * MIB, "s") for nbytes in (25, 38)]
+    assert blocks[0].end == blocks[1].offset
+    assert events.calls == []
+
+
 def test_what_a_side_stream_read_does_not_slow_its_neighbours(pool, events):
     kept = [pool.alloc(16 * MIB, "main") for _ in range(3)]
     pool.record_stream(kept[1], "side")

@@ -427,6 +427,26 @@ def rests_under_a_wrong_size(patch):
     patch.setattr(Resting, "put", put)
 
 
+def rests_for_all_streams(patch):
+    def roomy(self, nbytes, stream):
+        for (room, _), rest in self.blocks.items():
+            if rest and room >= nbytes:
+                return rest, room
+        return None, nbytes
+
+    patch.setattr(Resting, "roomy", roomy)
+
+
+def rests_where_it_has_no_room(patch):
+    right = Resting.roomy
+    patch.setattr(Resting, "roomy", lambda self, nbytes, stream: right(self, nbytes // 2, stream))
+
+
+def forgets_the_room_it_has(patch):
+    right = Resting.roomy
+    patch.setattr(Resting, "roomy", lambda self, *args: (right(self, *args)[0], args[0]))
+
+
 def rests_in_graphs(patch):
     right = Pool._place
 
@@ -496,6 +516,9 @@ BREAKAGES = (
     rests_for_another_stream,
     wakes_as_if_never_used,
     rests_under_a_wrong_size,
+    rests_for_all_streams,
+    rests_where_it_has_no_room,
+    forgets_the_room_it_has,
     rests_in_graphs,
     rests_with_its_other_users,
     rests_in_quarantine,

@@ -51,10 +51,12 @@ def test_what_the_default_size_promises_fits(sizes, handles):
     """Handles of every layer of a large model, three receives and the rows of the experts."""
     pool, (handle, meta, rows) = made(**SIZES[sizes])
     handles = min(handles, (meta + rows) // handle)
-    for _ in range(handles):
+    for layer in range(handles):
         alive = pool.alloc(handle, "s", "handle")
-        for block in pool.alloc_all(((meta, "meta"), (rows, "rows")), "s"):
-            pool.free(block)
+        for part in (1, 2, 1 + layer / 100):  # other rows, and a number of them that changes
+            sizes = [(int(nbytes / part), "") for nbytes in (meta, rows)]
+            for block in pool.alloc_all(sizes, "s"):
+                pool.free(block)
     live = [pool.alloc(rows, "s", "experts")]
     for _ in range(3):
         live += pool.alloc_all(((handle, "handle"), (meta, "meta"), (rows, "rows")), "s")
