@@ -481,7 +481,7 @@ def test_a_deadlock_says_where_everybody_waits():
         ("FIRST st_u64(reinterpret_cast<u64*>(stage), 1);", "not an address of global memory"),
         ("FIRST { st_relaxed_sys_u64(f, 1); ld_relaxed_sys_u32(reinterpret_cast<u32*>(f)); }",
          "different sizes"),
-        ("FIRST bulk_store(rows, stage, 8);", "an address or size"),
+        ("FIRST bulk_store(rows, stage, 8);", "a bulk copy of a wrong size"),
     ],
 )  # fmt: skip
 def test_misuse_is_fatal_and_named(code, complaint):

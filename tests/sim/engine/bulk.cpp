@@ -97,7 +97,7 @@ bool group_is_done(const Thread& t) {
 void start_copy(Thread& t, std::unique_ptr<Copy> copy, const void* global, void* shared, u32 bytes,
                 Where where) {
     Place at = translate(global, 16, t.rank, where);
-    if (bytes == 0 || at.offset + bytes > at.region->bytes.size()) {
+    if (bytes == 0 || bytes % 16 != 0 || at.offset + bytes > at.region->bytes.size()) {
         fatal(std::string("a bulk copy of a wrong size at ") + where.file + ":" +
               std::to_string(where.line));
     }
@@ -266,6 +266,17 @@ void check_copies_at_exit(Thread& t) {
         "rank " + std::to_string(t.rank) + " block " + std::to_string(t.block->index) + " thread " +
             std::to_string(t.index) + " exits before all of its bulk stores were waited for",
         {{static_cast<int>(t.rank), t.block->launch->command->op}}, ""});
+}
+
+void check_loads_at_exit(const Block& block, u32 rank) {
+    for (const auto& [p, barrier] : block.mbarriers) {
+        // Its last thread has ended: launch->end is what any of its threads knew.
+        if (block.launch->end->clock_of(barrier.dim) >= barrier.phase) continue;
+        add_fault({"unfinished copies",
+            "rank " + std::to_string(rank) + " block " + std::to_string(block.index) +
+                " exits before all of its bulk loads were waited for",
+            {{static_cast<int>(rank), block.launch->command->op}}, ""});
+    }
 }
 
 }  // namespace sim

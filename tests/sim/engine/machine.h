@@ -369,6 +369,7 @@ u64 shared_offset(Block& block, const void* p, u32 bytes, Where where);
 // ---- bulk.cpp ----
 void advance_copy(std::size_t index);
 void check_copies_at_exit(Thread& t);
+void check_loads_at_exit(const Block& block, u32 rank);
 
 // ---- scheduler.cpp ----
 void run_machine();

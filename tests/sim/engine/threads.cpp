@@ -109,6 +109,7 @@ void end_thread(Thread& t) {
         for (auto& copy : m.copies) {
             if (copy->block == &block) fatal("a block ends with a bulk copy in flight");
         }
+        check_loads_at_exit(block, t.rank);
         ++launch.exited;
     }
     note_progress();

@@ -79,7 +79,13 @@ class Ways:
         return int(self.picks.integers(1 << 30))
 
 
-def random_routing(rng: Rng, world: World, tokens: list[int], use_mask: bool) -> Routing:
+def random_routing(
+    rng: Rng,
+    world: World,
+    tokens: list[int],
+    use_mask: bool,
+    topks: tuple[int, ...] | None = None,
+) -> Routing:
     """Choices of all ranks' tokens, some columns and some whole tokens empty."""
     ranks, experts = world.num_ranks, world.setting.num_experts
     if use_mask:
@@ -87,6 +93,8 @@ def random_routing(rng: Rng, world: World, tokens: list[int], use_mask: bool) ->
     topk = int(rng.integers(1, min(experts, 5) + 1))
     if rng.random() < 0.1:
         topk = min(experts, int(rng.integers(9, 21)))
+    if topks is not None:
+        topk = min(experts, topks[int(rng.integers(len(topks)))])
     dtype = np.int64 if rng.random() < 0.5 else np.int32
     index = []
     for count in tokens:

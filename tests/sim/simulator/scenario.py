@@ -47,6 +47,11 @@ class Focus:
             and some rank has too little room in the first dispatch; None: anything.
         cast: True: dispatched rows are cast on their way; None: some, unless ``mode`` is "plain".
         hidden: Channels of rows that are cast.
+        blocks: Sizes of grids.
+        most_tokens: Tokens of each rank are at most this many.
+        empty: Ranks that have no tokens, as a part of all.
+        experts: Experts of each rank.
+        topk: K.
         edits: Planted faults, by kernel.
     """
 
@@ -60,6 +65,11 @@ class Focus:
     mode: str | None = None
     cast: bool | None = None
     hidden: tuple[int, ...] = HIDDEN
+    blocks: tuple[int, ...] = (1, 2, 3)
+    most_tokens: int = 8
+    empty: float = 0.0
+    experts: tuple[int, ...] = (1, 2, 3, 3, 12)
+    topk: tuple[int, ...] | None = None
     edits: Mapping[str, Edit] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> str:
@@ -108,14 +118,14 @@ class Story:
         self.sizes = focus.row_bytes or ((6, 10, 21) if odd else (16, 48, 80, 272, 384, 20))
         setting = Setting(
             shape=shape,
-            num_experts=ranks * int(self.pick((1, 2, 3, 3, 12))),
-            max_tokens=8,
+            num_experts=ranks * int(self.pick(focus.experts)),
+            max_tokens=focus.most_tokens,
             first_epoch=int(self.pick(focus.epochs)),
             byte_wise=any(size % 4 for size in self.sizes),
             edits=focus.edits,
             quarantine=self.trouble in FATAL,
         )
-        self.world = World(seed, setting)
+        self.world = World(seed, setting, max(focus.blocks))
         self.handles: list[Handle] = []
         self.refused: list[Handle] = []
         self.expected: dict[int, str] = {}
@@ -164,7 +174,7 @@ class Story:
             rank = int(self.rng.integers(ranks))
             refusals[rank] = Refusal(RefusalCode.ARGUMENT, 7)
             self.expected[len(self.world.calls) + 1] = REFUSED
-        grids = [int(self.rng.integers(1, 4)) for _ in range(ranks)]
+        grids = [int(self.pick(self.focus.blocks)) for _ in range(ranks)]
         present = [rank for rank in range(ranks) if rank not in self.absent]
         return Ways(bool(bulk), grids, present, refusals, self.rng)
 
@@ -187,7 +197,10 @@ class Story:
     def _tokens(self) -> list[int]:
         least = self.focus.tokens
         most = self.world.setting.max_tokens
-        return [int(self.rng.integers(least, most + 1)) for _ in range(self.world.num_ranks)]
+        tokens = [int(self.rng.integers(least, most + 1)) for _ in range(self.world.num_ranks)]
+        if self.focus.empty:
+            tokens = [0 if self.rng.random() < self.focus.empty else t for t in tokens]
+        return tokens
 
     def _dispatch(self, ways: Ways, use_mask: bool, troubled: bool, differ: bool) -> None:
         tokens = self._tokens()
@@ -195,7 +208,7 @@ class Story:
         bad = troubled and self.trouble == "bad_expert" and not use_mask
         if bad:
             tokens = [max(1, t) for t in tokens]
-        routing = calls.random_routing(self.rng, self.world, tokens, use_mask)
+        routing = calls.random_routing(self.rng, self.world, tokens, use_mask, self.focus.topk)
         if bad and routing.topk_idx is not None:
             rank = int(self.rng.integers(len(tokens)))
             token = int(self.rng.integers(tokens[rank]))
@@ -361,7 +374,7 @@ class Story:
             if STOPPED in ends:
                 continue
             control = world.memory[rank].control
-            words = {"arrivals": control.arrivals, "busy": control.busy}
+            words = {name: getattr(control, name) for name in ("arrivals", "busy", "tickets")}
             if FAILED not in ends and POISONED not in ends:
                 words |= {"claimed": control.claimed, "abort": control.abort,
                           "poisoned": control.poisoned}  # fmt: skip

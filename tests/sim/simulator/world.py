@@ -85,10 +85,11 @@ class RankMemory:
         self.control = ControlLayout(ranks, setting.num_experts)
         self.report_layout = ReportLayout(ranks, setting.num_experts)
         head = align(self.control.nbytes, OFFSET_UNIT)
-        self.slot_bytes = max(20, 9 * ranks) * 1024
+        most = setting.max_tokens
+        self.slot_bytes = max(20, 9 * ranks) * 1024 * align(most, 8) // 8
         self.device = machine.region(f"rank{rank}.pool", head + NUM_SLOTS * self.slot_bytes, rank)
         self.slots = [head + i * self.slot_bytes for i in range(NUM_SLOTS)]
-        local = machine.region(f"rank{rank}.local", LOCAL_BYTES, rank)
+        local = machine.region(f"rank{rank}.local", LOCAL_BYTES * align(most, 8) // 8, rank)
         self.local = Space(machine, local, rank)
         self.report = machine.region(f"rank{rank}.report", 8 * self.report_layout.num_words, -1)
         machine.poke(self.device, 0, bytes(self.control.nbytes))
@@ -101,7 +102,16 @@ class RankMemory:
             machine.label(self.device, offset, nbytes, f"rank{rank}.{name}")
 
         control = self.control
-        for name in ("epoch", "poisoned", "arrivals", "busy", "failures", "claimed", "abort"):
+        for name in (
+            "epoch",
+            "poisoned",
+            "arrivals",
+            "busy",
+            "tickets",
+            "failures",
+            "claimed",
+            "abort",
+        ):
             label(getattr(control, name), 4, name)
         for parity in range(2):
             for source in range(ranks):
