@@ -10,14 +10,14 @@ Control block (device memory, start of each rank's region; peers write into the 
     poisoned     4  1 after a failure, until reset()                 this rank's kernels
     arrivals     4  blocks that left: count | failures << 16         this rank's kernels
     busy         4  serial of the operation inside, 0 for none       this rank's kernels
-    tickets      4  tokens of a dispatch dealt to warps so far       this rank's blocks
+    tickets      4  drawn by the warps of a dispatch so far          this rank's blocks
     failures     4  records written to the report so far             this rank's kernels
     claimed      4  1 once a thread owns the details of a failure    this rank's kernels
     details     64  what that thread was waiting for                 this rank's kernels
     abort        4  why to stop: flags | late << 8 | reporter << 16  peers and this rank
     headers      2 x R x (words + R) x 8   (epoch << 32 | value)     peers, by epoch parity
     arrived      2 x R x 8                 (epoch << 32 | status)    peers, by epoch parity
-    partials     blocks x (R + 1) x 8      (epoch << 32 | count)     this rank's blocks
+    partials     blocks x (R + 1) x 8      (epoch << 32 | rows, bad) this rank's blocks
     before       blocks x (R + 1) x 8      (epoch << 32 | rows)      this rank's blocks
     histogram    E x 4    rows per expert, all ranks' experts        this rank's blocks
     experts      2 x E x 8 (epoch << 32 | count), [R][E / R]         peers, by epoch parity
@@ -96,7 +96,7 @@ class ControlLayout:
 
     @property
     def partials(self) -> int:
-        """Per-block counts, [block][R + 1]."""
+        """Rows of each block for each rank, and its lowest bad token, [block][R + 1]."""
         return align(self.arrived + 2 * self.num_ranks * 8, LINE)
 
     @property

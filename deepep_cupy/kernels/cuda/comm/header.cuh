@@ -19,7 +19,8 @@ struct Entry {
     u32 inside;  // serial of the operation that is at work already, 0 for none
 };
 
-// The thread that fills in s.mine, before enter(): not one that waits in begin_enter().
+// The thread that fills in s.mine, before enter(): where there is another, not the one that waits
+// for what begin_enter() has asked for.
 DEVICE bool fills_header() {
     return block_index() == 0 && thread_index() == (kNumWarps > 1 ? 32u : 0u);
 }
