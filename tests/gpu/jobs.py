@@ -76,7 +76,7 @@ def barrier(plan: Plan) -> list[Job]:
         Job("barrier", ranks, worker("barrier", *options), 180)
         for ranks in plan.all_ranks(1, 2, 3, 4, 8)
     ]
-    for ranks in (2, 4) if plan.gpus > 1 else ():
+    for ranks in (1, 2, 3, 4, 8) if plan.gpus > 1 else ():
         jobs.append(Job("barrier one GPU", ranks, worker("barrier", *options), 180, gpus=1))
     return [replace(job, seconds=8 + 0.5 * job.ranks) for job in jobs]
 
