@@ -70,7 +70,19 @@ def test_digest_sees_every_kernel_file(last_run, tmp_path, name):
     before = last_run.digest(tmp_path)
     assert before == last_run.digest(tmp_path)
     with (tmp_path / name).open("a") as file:
-        file.write(" ")
+        file.write("more")
+    assert last_run.digest(tmp_path) != before
+
+
+def test_digest_does_not_see_comments(last_run, tmp_path):
+    make_tree(tmp_path, "int a;  // one\n\n  int b;\n")
+    before = last_run.digest(tmp_path)
+    kernel = tmp_path / "deepep_cupy" / "kernels" / "cuda" / "barrier.cu"
+    kernel.write_text("// other words\nint a;\nint b;\n")
+    constants = tmp_path / "deepep_cupy" / "plan" / "constants.py"
+    constants.write_text('"""Words."""\n\nK = 1  # more of them\n"""And more."""\n')
+    assert last_run.digest(tmp_path) == before
+    kernel.write_text("int a;\nint c;\n")
     assert last_run.digest(tmp_path) != before
 
 

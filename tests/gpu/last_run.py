@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -51,12 +52,31 @@ class Row:
 
 
 def digest(root: Path) -> str:
-    """SHA-256 of all kernel text below ``root``."""
+    """SHA-256 of all kernel text below ``root``; comments are not part of it."""
     whole = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in root.glob(pattern)}):
+        text = path.read_text()
+        text = python_without_words(text) if path.suffix == ".py" else text_without_comments(text)
         whole.update(path.relative_to(root).as_posix().encode() + b"\0")
-        whole.update(path.read_bytes() + b"\0")
+        whole.update(text.encode() + b"\0")
     return whole.hexdigest()
+
+
+def text_without_comments(text: str) -> str:
+    """CUDA or PTX text: without ``//`` comments, and any white space the same."""
+    return " ".join(re.sub(r"//[^\n]*", "", text).split())
+
+
+def python_without_words(text: str) -> str:
+    """Python text without comments and docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            words = [each for each in body if isinstance(each, ast.Expr)]
+            words = [each for each in words if isinstance(each.value, ast.Constant)]
+            node.body = [each for each in body if each not in words]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
 
 
 def short(whole: str) -> str:

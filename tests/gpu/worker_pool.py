@@ -340,7 +340,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except BaseException:
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
         sys.stderr.flush()
         from mpi4py import MPI
