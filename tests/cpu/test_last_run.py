@@ -122,9 +122,9 @@ def test_page_can_be_read_back_and_merged(last_run):
     merged = last_run.merge(
         [row("table", text=text), row("table", "4", text), row("old")],
         [row("table", text=text, result="FAILED")],
-        text,
     )
-    assert [(each.part, each.ranks, each.result) for each in merged] == [
-        ("table", "4", "ok"),
-        ("table", "2", "FAILED"),
+    assert [(each.part, each.ranks, each.result, each.text) for each in merged] == [
+        ("table", "4", "ok", text),
+        ("old", "2", "ok", "aaaa"),
+        ("table", "2", "FAILED", text),
     ]

@@ -101,11 +101,11 @@ def rows_in(page: str) -> list[Row]:
     return rows
 
 
-def merge(old: Iterable[Row], new: Sequence[Row], text: str) -> list[Row]:
-    """What a run found, and what earlier runs of the same text found of the parts it left out."""
+def merge(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
+    """What a run found, and what earlier runs found of the parts it left out, perhaps of an older
+    text: each row says of which."""
     done = {(row.part, row.ranks, row.gpus) for row in new}
-    kept = [row for row in old if row.text == text and (row.part, row.ranks, row.gpus) not in done]
-    return [*kept, *new]
+    return [*(row for row in old if (row.part, row.ranks, row.gpus) not in done), *new]
 
 
 def page(machine: Iterable[tuple[str, str]], rows: Sequence[Row], text: str, date: str) -> str:
@@ -113,7 +113,8 @@ def page(machine: Iterable[tuple[str, str]], rows: Sequence[Row], text: str, dat
     head = [
         "# Last run of `.ci/gpu`",
         "",
-        "Written by the script; do not edit. CI warns when the kernel text has changed since.",
+        "Written by the script; do not edit. CI warns when the kernel text has changed since. Rows that",
+        "the last run left out are of earlier ones: the last column tells of which text.",
         "",
         f"* date: {date}",
         f"* kernel text: `{text}`",

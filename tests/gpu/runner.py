@@ -252,7 +252,7 @@ class Runner:
         if not self.host:
             old = last_run.rows_in(last_run.PATH.read_text()) if last_run.PATH.exists() else []
             done = [each for each in self.rows if each.result != "skipped"]
-            merged = last_run.merge(old, done, self.text)
+            merged = last_run.merge(old, done)
             page = last_run.page(self.facts, merged, self.text, now)
             for path in (last_run.PATH, self.out / last_run.PATH.name):
                 path.write_text(page)

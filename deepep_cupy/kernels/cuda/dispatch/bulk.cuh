@@ -209,6 +209,7 @@ DEVICE void dispatch_by_bulk(const CommParams& c, const DispatchCommon& d, const
     Verdict verdict = enter(c, s.comm, entry);
     if (verdict == kGo) {
         WarpWork work;
+        work.begun = false;
         verdict = route(c, s.comm, d, s.route, ahead,
                         [&] { work = begin_work(c, d, s, ahead, rows.pieces()); });
         if (verdict == kGo) {

@@ -178,25 +178,33 @@ DEVICE void fill_tails(const CommParams& c, const CommShared& comm, const Dispat
 
 // ---- exit ----
 
+// Parts of a block begin at multiples of kOffsetUnit, and blocks end at such.
+DEVICE u64 whole_units(u64 nbytes) {
+    return (nbytes + kOffsetUnit - 1u) / kOffsetUnit * kOffsetUnit;
+}
+
 // Poisons the first `rows` rows this rank received, or would have: share `share` of `shares`.
 DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 rows, u32 share,
                             u32 shares) {
     u8* own = own_region(c);
     u64 entries = rows * d.num_topk;
     u64 unit = kOffsetUnit;
-    fill_bytes(own + d.rows_offset * unit, rows * d.row_bytes, poison_byte(d.dtype), share, shares);
+    fill_bytes(own + d.rows_offset * unit, whole_units(rows * d.row_bytes), poison_byte(d.dtype),
+               share, shares);
     if (d.index_bytes != 0) {
-        fill_bytes(own + d.index_offset * unit, entries * d.index_bytes, 0xff, share, shares);
+        fill_bytes(own + d.index_offset * unit, whole_units(entries * d.index_bytes), 0xff, share,
+                   shares);
     }
     if (d.has_weights != 0u) {
-        fill_bytes(own + d.weights_offset * unit, entries * 4u, 0xff, share, shares);
+        fill_bytes(own + d.weights_offset * unit, whole_units(entries * 4u), 0xff, share, shares);
     }
     if (d.num_scales != 0u) {
-        fill_bytes(own + scales_offset(d, d.capacity, d.index_offset), rows * d.num_scales * 4u,
-                   poison_byte_of_scales(d.dtype), share, shares);
+        fill_bytes(own + scales_offset(d, d.capacity, d.index_offset),
+                   whole_units(rows * d.num_scales * 4u), poison_byte_of_scales(d.dtype), share,
+                   shares);
     }
     if (d.layout == kLayoutCached) return;
-    fill_bytes(own + d.meta_offset * unit, rows * 4u, 0xff, share, shares);
+    fill_bytes(own + d.meta_offset * unit, whole_units(rows * 4u), 0xff, share, shares);
     u64 experts = d.num_reported_experts;
     fill_bytes(reinterpret_cast<u8*>(d.recv_rows_per_rank), kNumRanks * 4u, 0, share, shares);
     fill_bytes(reinterpret_cast<u8*>(d.psum_recv_rows), kNumRanks * 4u, 0, share, shares);
@@ -216,6 +224,23 @@ DEVICE void add_statistics(const DispatchCommon& d) {
     }
 }
 
+// Rows to poison. Where the host waits, the clerk may have told it the real number, so that the rest
+// is somebody else's by now: whatever this block knows, whose own wait may have expired. Then all
+// headers are here; without one of them nobody was told anything. Relaxed: the clerk has seen these
+// words, and its arrival precedes the last block's.
+DEVICE u64 rows_to_poison(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                          Verdict verdict) {
+    if (verdict == kRefused || d.layout == kLayoutCached || d.no_wait != 0u) return d.capacity;
+    u64 rows = 0;
+    for (u32 source = 0; source < kNumRanks; ++source) {
+        u64* slot = header_slot(own_region(c), comm.epoch, source);
+        u64 word = ld_relaxed_sys_u64(slot + kWordCounts + c.rank);
+        if (!is_stamped(word, comm.epoch)) return d.capacity;
+        rows += static_cast<u32>(word);
+    }
+    return rows < d.capacity ? rows : d.capacity;
+}
+
 // Ends a dispatch, whatever happened.
 DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                    Verdict verdict) {
@@ -225,8 +250,5 @@ DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& 
         if (d.recv_stats != nullptr && verdict == kGo && comm.last != 0u) add_statistics(d);
         return;
     }
-    // Once the headers agreed a host that waits may know the real size and have given back the
-    // rest.
-    bool shrunk = verdict == kGo && d.layout != kLayoutCached && d.no_wait == 0u;
-    poison_received(c, d, shrunk ? received_rows(c, comm, d) : d.capacity, 0, 1);
+    poison_received(c, d, rows_to_poison(c, comm, d, verdict), 0, 1);
 }

@@ -248,8 +248,9 @@ DEVICE void count_choices(const DispatchCommon& d, RouteShared& s, u32 low) {
         }
         UNROLL
         for (u32 i = 0; i < kScanDepth; ++i) {
-            u64 counter = static_cast<u64>(expert[i] - low);
-            if (expert[i] >= low && counter < kCountedExperts) shared_add(&s.choices[counter], 1u);
+            // Lower ones, -1 included, wrap round to large numbers.
+            u64 counter = static_cast<u64>(expert[i]) - low;
+            if (counter < kCountedExperts) shared_add(&s.choices[counter], 1u);
         }
     }
 }
