@@ -7,12 +7,16 @@
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
 where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
 ``tests/sim`` was skipped, the run fails: a green run has tested something.
+
+``pytest -n 2`` (pytest-xdist) runs two files at a time, the long ones first.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,9 +33,25 @@ MUST_RUN = ("cpu", "mpi", "sim")
 MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
 RANKS = (1, 2, 4)
 SLOW_RANKS = (5, 6, 7)
+LONG = ("mpi", "sim")
+"""Folders whose files take longest."""
+
+FOR_CHILDREN = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+}
+"""Ranks and other children are started by the hundred, more at a time than there are cores: one
+thread each for linear algebra, and sleep where MPICH would spin. What is set already stays."""
 
 _outcomes: dict[str, Counter[str]] = {}
 _reasons: dict[str, Counter[str]] = {}
+
+
+def pytest_configure():
+    for name, value in FOR_CHILDREN.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every child compiles the package again
 
 
 # ------------------------------------------------------------------------------------ rank counts
@@ -58,6 +78,31 @@ def pytest_collection_modifyitems(config, items):
         other = [item for item in items if "num_ranks" not in item.fixturenames]
         items[:] = [item for item in items if "num_ranks" in item.fixturenames]
         config.hook.pytest_deselected(items=other)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _folder(item.path) not in LONG)  # what is long, first
+
+
+# -------------------------------------------------------------------------- several at a time (-n)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file on one worker, which makes their fixtures once, where it has any.
+
+    Alone: tests of the simulator, for what it compiles is on disk, and tests of one rank count.
+    Tests of GPUs are all on one worker.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            folder = _folder(TESTS.parent / file)
+            alone = folder == "sim" or (folder == "mpi" and re.search(r"\[R\d", nodeid))
+            return nodeid if alone else "gpu" if folder == "gpu" else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 # ------------------------------------------------------------------------------- marks and skips
@@ -144,6 +189,8 @@ def _count_skip(report):
 
 
 def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of -n has seen a part of the tests only
     if exitstatus == pytest.ExitCode.OK and _folders_that_ran_nothing():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
