@@ -25,7 +25,9 @@ def main():
         mine = expected(block[comm.rank], seed) if comm.rank < len(block) else None
         for root, case in enumerate(block):
             start = time.monotonic()
-            run(comm, case, deal(comm, mine if root == comm.rank else None, root))
+            part = deal(comm, mine if root == comm.rank else None, root)
+            meet(comm)
+            run(comm, case, part)
             if comm.rank == 0:
                 print(f"{time.monotonic() - start:6.3f} s {case.id}")
     if comm.rank == 0:
@@ -44,6 +46,13 @@ def deal(comm, whole, root):
     while (message := comm.improbe(root)) is None:
         time.sleep(0.001)
     return message.recv()
+
+
+def meet(comm):
+    """Wait for all ranks, asleep: a Buffer begins by waiting for them, and spins."""
+    met = comm.Ibarrier()
+    while not met.Test():
+        time.sleep(0.0005)
 
 
 def run(comm, case, part):
