@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -67,7 +68,11 @@ class Model:
 
 def programs_of(**changed):
     """Both modules, some with another text."""
-    return {name: Program(text) for name, text in (TEXTS | changed).items()}
+    return {name: read(text) for name, text in (TEXTS | changed).items()}
+
+
+read = functools.lru_cache(maxsize=16)(Program)
+"""A program does not change when it runs."""
 
 
 def one_rank(words=WORDS, text=TEXT, seed=0, bulk_text=TEXTS["litmus_bulk"]):

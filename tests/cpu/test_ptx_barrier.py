@@ -190,9 +190,6 @@ EXACT = [name for name in SCENARIOS if name not in ("aborted_before", "board", "
 """Nothing in these depends on time, or on what shared memory held before."""
 
 
-SIZES = [1, 2, 3, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6, 7))]
-
-
 @functools.cache
 def alone(name, size):
     """The state that the hand-written module leaves, checked."""
@@ -201,17 +198,23 @@ def alone(name, size):
     return node.state()
 
 
-def sizes_and_names(test):
-    test = pytest.mark.parametrize("name", SCENARIOS)(test)
-    return pytest.mark.parametrize("size", SIZES, ids=lambda size: f"R{size}")(test)
+def sizes_and_names(*sizes):
+    """The sizes given, and with ``-m slow`` the others."""
+    slow = [pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9) if n not in sizes]
+
+    def mark(test):
+        test = pytest.mark.parametrize("name", SCENARIOS)(test)
+        return pytest.mark.parametrize("size", [*sizes, *slow], ids=lambda n: f"R{n}")(test)
+
+    return mark
 
 
-@sizes_and_names
+@sizes_and_names(1, 2, 3, 8)
 def test_alone(name, size):
     alone(name, size)
 
 
-@sizes_and_names
+@sizes_and_names(1, 2, 3)
 def test_with_and_like_its_twin(name, size):
     for seed, flavor in enumerate(("mixed", "cuda")):
         node = Node(size, flavor, seed)

@@ -6,6 +6,7 @@ Each rule has a counter-example beside it that it must catch, so that a rule can
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def relative(path: Path, to: Path = ROOT) -> str:
     return path.relative_to(to).as_posix()
 
 
+@functools.cache
 def imports(source: str) -> set[str]:
     """Dotted names of all that is imported, at the top, in a function or for types alone."""
     found: set[str] = set()
@@ -112,6 +114,7 @@ def covers(module: str, imported: str) -> bool:
     return imported == module or imported.startswith(module + ".")
 
 
+@functools.cache
 def names(source: str) -> set[str]:
     """Every identifier of the code: variables, attributes, parts of imported names."""
     tree = ast.parse(source)
