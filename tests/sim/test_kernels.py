@@ -9,7 +9,7 @@ from campaign import describe
 from simulator.scenario import SHAPES, Focus, run_story
 from simulator.shapes import Shape, build_all
 
-PLAIN = SHAPES[1:4]  # two and three ranks, both kinds of loads
+PLAIN = SHAPES[2:4]  # two and three ranks, both kinds of loads
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deepep_cupy.kernels.source import generate
@@ -70,27 +70,29 @@ def build_kernel(text: str) -> Path:
 
 
 def build_engine() -> Path:
-    """Compile the engine: one object a file, each under its own digest."""
+    """Compile the engine, all files as one text: reading the library's headers takes longest."""
     headers = b"".join(path.read_bytes() for path in sorted(ENGINE.glob("*.h")))
-    sources = sorted(ENGINE.glob("*.cpp"))
-    compile_one = ["g++", *ENGINE_OPTIONS, f"-I{SIM}", "-c"]
-    with ThreadPoolExecutor(2) as workers:
-        objects = workers.map(
-            lambda path: _build(headers + path.read_bytes(), compile_one, [str(path)], ".o"),
-            sources,
-        )
-        inputs = [str(path) for path in objects]
-    return _build(repr(inputs).encode(), ["g++", "-shared"], inputs, ".so")
+    parts = [f"// headers {hashlib.sha256(headers).hexdigest()}\n".encode()]
+    for path in sorted(ENGINE.glob("*.cpp")):
+        parts += [f'#line 1 "{path}"\n'.encode(), path.read_bytes()]
+    compile_all = ["g++", *ENGINE_OPTIONS, f"-I{SIM}", "-shared"]
+    return _build(b"".join(parts), compile_all, [], ".so")
 
 
 def _build(content: bytes, command: list[str], inputs: list[str], suffix: str) -> Path:
     digest = hashlib.sha256(repr(command).encode() + content).hexdigest()[:24]
     result = cache_dir() / f"{digest}{suffix}"
-    if result.exists():
-        return result
-    unfinished = cache_dir() / f"{digest}.{os.getpid()}{suffix}"
+    with (cache_dir() / f"{digest}.lock").open("w") as lock:  # other tests may want it, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            _compile(content, command, inputs, result)
+    return result
+
+
+def _compile(content: bytes, command: list[str], inputs: list[str], result: Path) -> None:
+    unfinished = result.with_suffix(f".{os.getpid()}{result.suffix}")
     if not inputs:
-        source = cache_dir() / f"{digest}.cu"
+        source = result.with_suffix(".cu")
         source.write_bytes(content)
         inputs = ["-x", "c++", str(source)]
     done = subprocess.run(
@@ -102,4 +104,3 @@ def _build(content: bytes, command: list[str], inputs: list[str], suffix: str) -
     if done.returncode != 0:
         raise RuntimeError(f"g++ failed:\n{done.stderr[:8000]}")
     unfinished.rename(result)
-    return result
