@@ -77,7 +77,7 @@ def backward(xp, buffer, p, d_logits, kept):
 
 def train(xp, buffer, dtype):
     """Minimize the cross-entropy; returns losses, rows per expert and step, test accuracy."""
-    train_set, (x_test, y_test) = load_digits(num_train)
+    train_set, (x_test, y_test) = load_digits(comm, num_train)
     x, y = xp.asarray(train_set[0], dtype), xp.asarray(train_set[1])
     experts = {"w_in": (num_experts, hidden, ffn), "w_out": (num_experts, ffn, num_classes)}
     p = random_matrices(xp, dtype, embed=(64, hidden), gate=(hidden, num_experts), **experts)

@@ -20,11 +20,14 @@ def to_host(array):
     return array.get() if hasattr(array, "get") else array
 
 
-def load_digits(num_train):
+def load_digits(comm, num_train):
     """Scikit-learn's 1797 images of 8 x 8 pixels, shuffled: train and test, pixels and labels."""
-    from sklearn import datasets
+    digits = None
+    if comm.rank == 0:  # it takes a second to import: once is enough
+        from sklearn import datasets
 
-    pixels, labels = datasets.load_digits(return_X_y=True)
+        digits = datasets.load_digits(return_X_y=True)
+    pixels, labels = comm.bcast(digits)
     order = np.random.default_rng(0).permutation(len(labels))
     x, y = pixels[order] / 16, labels[order]
     return (x[:num_train], y[:num_train]), (x[num_train:], y[num_train:])
