@@ -188,9 +188,15 @@ def modes(plan: Plan) -> list[Job]:
     few = plan.quick or plan.turns
     kinds = ["--kinds", "bulk-nc" if few else KINDS]
     for ranks in (2, 4) if few else plan.all_ranks(2, 3, 4, 8):
-        options = [*kinds, *(["--small"] if few else [])]
-        argv = worker("modes", "--modes", "table", *options)
-        jobs.append(beside(Job("modes table", ranks, argv, 240), 30 + 3 * ranks, 14))
+        small = ["--small"] if few else []
+        if few or ranks == 2:
+            argv = worker("modes", "--modes", "table", *kinds, *small)
+            jobs.append(beside(Job("modes table", ranks, argv, 240), 10 + 3 * ranks, 60))
+        else:  # Buffers of all kinds at once would not fit into the memory of ranks that share
+            for kind in KINDS.split(","):
+                argv = worker("modes", "--modes", "table", "--kinds", kind)
+                job = Job(f"modes table {kind}", ranks, argv, 240)
+                jobs.append(beside(job, 10 + ranks, 20))
         argv = worker("modes", "--modes", MODES_REST, *kinds)
         job = Job("modes rest", ranks, argv, 240)
         jobs.append(beside(job, 25 + 3 * ranks, 4))

@@ -113,8 +113,8 @@ def page(machine: Iterable[tuple[str, str]], rows: Sequence[Row], text: str, dat
     head = [
         "# Last run of `.ci/gpu`",
         "",
-        "Written by the script; do not edit. CI warns when the kernel text has changed since. Rows that",
-        "the last run left out are of earlier ones: the last column tells of which text.",
+        "Written by the script; do not edit. CI warns when the kernel text has changed since.",
+        "Rows of what the last run left out are older: the last column tells of which text.",
         "",
         f"* date: {date}",
         f"* kernel text: `{text}`",
