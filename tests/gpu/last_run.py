@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -68,15 +67,9 @@ def text_without_comments(text: str) -> str:
 
 
 def python_without_words(text: str) -> str:
-    """Python text without comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            words = [each for each in body if isinstance(each, ast.Expr)]
-            words = [each for each in words if isinstance(each.value, ast.Constant)]
-            node.body = [each for each in body if each not in words]  # type: ignore[attr-defined]
-    return ast.unparse(tree)
+    """Python text without docstrings and lines of comment, and any white space the same."""
+    text = re.sub(r'"""[\s\S]*?"""', "", text)
+    return " ".join(re.sub(r"(^|\s)#[^\n]*", "", text).split())
 
 
 def short(whole: str) -> str:
