@@ -243,6 +243,9 @@ def plot(rows: Sequence[Measurement], title: str, path: Path) -> None:
 def _lines(
     axes: Any, rows: Sequence[Measurement], at: Callable[[Measurement], Any], *, graphs: bool
 ) -> None:
+    from matplotlib import colormaps
+
+    axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])  # no two lines alike
     for name in dict.fromkeys(name_of(row) for row in rows):
         points = [row for row in rows if name_of(row) == name]
         style = _STYLES[points[0].kind]
