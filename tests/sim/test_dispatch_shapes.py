@@ -66,11 +66,15 @@ STORIES = {
     ),
 }
 TROUBLES = ("skew", "abort", "freeze", "refuse", "bad_expert", "differ")
+AMONG_RANKS = ("freeze", "differ")
+"""Troubles that need another rank: who would find out that the only one has stopped?"""
 
 
 def _with(focus: Focus, trouble: str) -> Focus:
-    rows = focus.row_bytes or ROWS
-    return Focus(**{**vars(focus), "trouble": trouble, "row_bytes": rows})
+    rows, shapes = focus.row_bytes or ROWS, focus.shapes
+    if trouble in AMONG_RANKS:
+        shapes = tuple(shape for shape in shapes if shape.num_ranks > 1)
+    return Focus(**{**vars(focus), "trouble": trouble, "row_bytes": rows, "shapes": shapes})
 
 
 @pytest.mark.parametrize("story", STORIES)
