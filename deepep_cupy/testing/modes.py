@@ -78,6 +78,12 @@ def _factors(num_ranks: int, small: bool) -> dict[str, Levels]:
     }
 
 
+_FITTING = {
+    "": (*_FLOATS, "int32"),
+    **dict.fromkeys(_CAST, _FLOATS),
+    **dict.fromkeys(_GIVEN, _BYTES[:1]),
+}
+"""FP8 mode → the first dtypes of the levels that it can have."""
 _EXPANDED = ("expand", "zero_padding", "row_weights")
 """Settings that mean something in the expanded layout alone."""
 
@@ -87,7 +93,7 @@ class _Rules:
     settings say what they imply for those still open."""
 
     def __init__(self, factors: Mapping[str, Levels], num_ranks: int) -> None:
-        self._factors = factors
+        self._first = {name: [level[0] for level in levels] for name, levels in factors.items()}
         self._num_ranks = num_ranks
         measures: dict[str, Callable[[Any], int]] = {
             "num_topk": lambda k: max(1, k),
@@ -99,10 +105,9 @@ class _Rules:
 
     def allowed(self, row: Mapping[str, int]) -> bool:
         """What the contract allows together, and nothing huge."""
-        value = {name: self._factors[name][level][0] for name, level in row.items()}
-        expanded = value.get("reduce") == "per_rank" or any(
-            value.get(name, False) for name in _EXPANDED
-        )
+        first = self._first
+        value = {name: first[name][level] for name, level in row.items()}
+        expanded = value.get("reduce") == "per_rank" or True in map(value.get, _EXPANDED)
         if expanded and not value.get("expand", True):
             return False
         return (
@@ -127,23 +132,18 @@ class _Rules:
 
     def _rows_fit(self, value: Mapping[str, Any]) -> bool:
         dtype, fp8 = value.get("dtype"), value.get("fp8")
-        if dtype is not None and fp8 is not None:
-            plain = (*_FLOATS, "int32")
-            kinds = {"": plain, **dict.fromkeys(_CAST, _FLOATS)}
-            if dtype not in kinds.get(fp8, _BYTES[:1]):
-                return False
+        if dtype is not None and fp8 is not None and dtype not in _FITTING[fp8]:
+            return False
         if value.get("scales_layout") == "column" and (fp8 == "" or dtype == "int32"):
             return False
         return not (dtype == "int32" and value.get("row_weights", False))
 
     def worst_bytes(self, row: Mapping[str, int], expanded: bool) -> int:
         """Bytes one rank receives at most, with the smallest values of the levels."""
-
-        tokens, hidden, item, copies = (
-            self._least[name][row.get(name)]
-            for name in ("num_tokens", "hidden", "dtype", "num_topk")
-        )
-        return self._num_ranks * tokens * hidden * item * (copies if expanded else 1)
+        least = self._least
+        size = self._num_ranks * least["num_tokens"][row.get("num_tokens")]
+        size *= least["hidden"][row.get("hidden")] * least["dtype"][row.get("dtype")]
+        return size * least["num_topk"][row.get("num_topk")] if expanded else size
 
     def cost(self, row: Mapping[str, int]) -> float:
         """A MiB of rows weighs as much as one new pair."""

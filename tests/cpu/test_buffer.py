@@ -150,7 +150,7 @@ def test_board_meetings_compare_across_the_wrap():
 
 
 def test_wait_that_succeeds():
-    meeting, _ = party()
+    meeting, _ = party(timeout_s=60)
     pending = [Pending(1, FakeRequest(3)), Pending(2, FakeRequest(150))]
     meeting.wait(pending, "dispatch", "rows")
     assert pending == []
@@ -165,7 +165,7 @@ def test_wait_names_all_late_ranks_once():
         PeerTimeoutError, match=r"rank 0 waited 0\.05 s .* rows from ranks 1, 3"
     ) as e:
         meeting.wait(pending, "dispatch", "rows")
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0
     assert e.value.late_ranks == (1, 3)
     assert len(pending) == 3
     assert others[1].find() == Abort(AbortReason.TIMEOUT, 0, (1, 3), "dispatch")

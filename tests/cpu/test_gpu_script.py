@@ -255,6 +255,7 @@ def start(place, *arguments):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_jobs_run_beside_each_other_and_one_log_has_each_in_one_piece(place):
     child = start(place, "--parts", "expand,soak", "--match", "soak modes R2|expand R2",
@@ -289,6 +290,7 @@ jobs.PARTS["barrier"] = lists
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_what_fails_after_another_one_runs_once_more(place, tmp_path):
     """The second failure may be the first one's doing: MPS is started anew before it is judged."""

@@ -16,7 +16,7 @@ from simulator.world import OK, REFUSED, Setting, World
 from test_kernels import check
 
 ONE_WARP = (Shape(1, 32), Shape(2, 32))
-TWO_WARPS = (Shape(2, 64), Shape(3, 64))
+TWO_WARPS = (Shape(2, 64, "nc"), Shape(3, 64))
 ANY_RANKS = tuple(Shape(ranks, 32) for ranks in range(1, 9))
 ROWS = (16, 48)
 STORIES = {
@@ -65,6 +65,8 @@ STORIES = {
         most_tokens=32,
     ),
 }
+QUICK = [name for name, focus in STORIES.items() if focus.shapes == TWO_WARPS]
+"""Stories whose kernels other tests compile, too."""
 TROUBLES = ("skew", "abort", "freeze", "refuse", "bad_expert", "differ")
 AMONG_RANKS = ("freeze", "differ")
 """Troubles that need another rank: who would find out that the only one has stopped?"""
@@ -77,7 +79,9 @@ def _with(focus: Focus, trouble: str) -> Focus:
     return Focus(**{**vars(focus), "trouble": trouble, "row_bytes": rows, "shapes": shapes})
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    "story", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in STORIES]
+)
 def test_sizes(story):
     check(range(6), _with(STORIES[story], ""))
 
@@ -150,7 +154,15 @@ def _refusals_heard(world, rank):
     return [(words[head + code], words[head + value]) for head in heads]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 32), Shape(2, 64), Shape(3, 64), Shape(8, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *TWO_WARPS,
+        pytest.param(Shape(1, 32), marks=pytest.mark.slow),
+        pytest.param(Shape(8, 32), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_refusals_are_those_of_the_plan(shape):
     """Every rank hears the same token and reason that ``check_experts`` finds."""
     build_all([shape])

@@ -21,7 +21,7 @@ ENGINE = SIM / "engine"
 STANDARD = "-std=c++20"
 ENGINE_OPTIONS = (STANDARD, "-O2", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-Wall", "-Wextra")
 KERNEL_OPTIONS = (
-    *(STANDARD, "-Og", "-g", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off"),
+    *(STANDARD, "-Og", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off"),
     *("-fno-strict-aliasing", "-w", "-fsanitize=thread"),  # for its hooks: engine/shared.cpp
 )
 
