@@ -209,6 +209,16 @@ ALLOWED = {"resident bytes": 100 << 20, "CuPy's used bytes": 8 << 20}
 """Growth that is none: allocators, caches of compiled kernels, events kept for reuse."""
 
 
+def check_growth(
+    worker: Worker, before: dict[str, int] | None, after: dict[str, int], when: str
+) -> None:
+    """Say what was taken ``when`` and at the end; nothing may have grown."""
+    for name, value in after.items():
+        first = before[name] if before is not None else value
+        worker.say(f"  {name}: {first} after {when}, {value} at the end")
+        assert value - first <= ALLOWED.get(name, 0), f"{name} grew from {first} to {value}"
+
+
 def main() -> None:
     """Soak."""
 
@@ -240,10 +250,7 @@ def main() -> None:
         soak.live.clear()
         after = memory(worker, buffer)
         buffer.check()
-        for name, value in after.items():
-            first = before[name] if before is not None else value
-            worker.say(f"  {name}: {first} after the first calls, {value} at the end")
-            assert value - first <= ALLOWED.get(name, 0), f"{name} grew from {first} to {value}"
+        check_growth(worker, before, after, "the first calls")
     counts = ", ".join(f"{number} {what}" for what, number in sorted(soak.counts.items()))
     worker.done(f"{soak.calls} calls: {counts}")
 

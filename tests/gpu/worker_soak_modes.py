@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from common import ROW_BYTES, Graph, Worker, settle
 from worker_modes import up_of
-from worker_soak import ALLOWED, memory
+from worker_soak import check_growth, memory
 
 from deepep_cupy.reference import dispatch
 from deepep_cupy.testing.compare import assert_dispatch_equal
@@ -397,10 +397,7 @@ def main() -> None:
         before = run(worker, soak)
         after = memory_now(worker, buffer)
         buffer.check()
-        for name, value in after.items():
-            first = before[name] if before is not None else value
-            worker.say(f"  {name}: {first} after half of the calls, {value} at the end")
-            assert value - first <= ALLOWED.get(name, 0), f"{name} grew from {first} to {value}"
+        check_growth(worker, before, after, "half of the calls")
     counts = ", ".join(f"{number} {what}" for what, number in sorted(soak.counts.items()))
     worker.done(f"{soak.calls} calls of {len(scenes)} cases: {counts}")
 
