@@ -62,10 +62,7 @@ class Checker(Checks):
             given, form = self._dispatch(given)
             self._dispatches.keep(key, form)
         call = form.call(given)
-        signature, num_tokens = form.signature, len(call.x)
-        if signature is None or signature.num_tokens != num_tokens:
-            signature = form.signed(given, num_tokens)
-        return call, signature
+        return call, form.signed(given, len(call.x))
 
     def _dispatch(self, given: DispatchArguments) -> tuple[DispatchArguments, DispatchForm]:
         """All checks; the arguments with the engine's arrays, and what was found out."""

@@ -116,6 +116,11 @@ class _Plan:
     grids: GridPlan
 
 
+def _casts_on_the_way(call: DispatchCall, plan: _Plan) -> bool:
+    fits = plan.cast is not None and call.x.data.ptr % 16 == 0
+    return fits and plan.grids.casts_on_the_way(len(call.x))
+
+
 class Dispatcher:
     """Runs dispatches on a ``Core``."""
 
@@ -129,7 +134,7 @@ class Dispatcher:
         turn = core.begin(call.streams)
         try:
             plan: _Plan = call.form.plan or self._plan(call)
-            if call.quantize is not None and not self._casts_on_the_way(call, plan):
+            if call.quantize is not None and not _casts_on_the_way(call, plan):
                 if not turn.plain:
                     turn.keep(call)
                 call = quantize(core, call, turn)
@@ -206,11 +211,6 @@ class Dispatcher:
         )
         call.form.plan = plan
         return plan
-
-    def _casts_on_the_way(self, call: DispatchCall, plan: _Plan) -> bool:
-        grids = self._core.grid_plan(call.num_sms)
-        fits = plan.cast is not None and call.x.data.ptr % 16 == 0
-        return fits and grids.casts_on_the_way(len(call.x))
 
     # ------------------------------------------------------------------------------ new routes
 
