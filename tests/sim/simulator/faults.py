@@ -503,10 +503,9 @@ PLANTED: tuple[Planted, ...] = (
         ("dispatch",),
         change(
             (
-                "if (!leave(c, comm, verdict, true)) {",
-                "bool bad = leave(c, comm, verdict, true);\n"
-                "if (bad && comm.last != 0u && d.recv_stats != nullptr) add_statistics(d);\n"
-                "if (!bad) {",
+                "if (all || alone) {",
+                "if (alone && comm.last != 0u && d.recv_stats != nullptr) add_statistics(d);\n"
+                "if (all || alone) {",
             )
         ),
         _focus(DISPATCH, trouble="skew", mode="no wait"),

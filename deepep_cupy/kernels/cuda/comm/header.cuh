@@ -75,6 +75,7 @@ DEVICE Verdict enter(const CommParams& c, CommShared& s, const Entry& entry) {
 // Sends s.mine to all ranks, this one included. Block 0 calls it, after a block barrier that
 // follows the writing of s.mine; each word's release is in begin_enter().
 DEVICE void send_header(const CommParams& c, const CommShared& s) {
+    NO_UNROLL
     for (u32 i = first_word(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         u32 peer = (c.rank + 1u + i / kHeaderWords) % kNumRanks;
         u32 word = i % kHeaderWords;
@@ -89,6 +90,7 @@ DEVICE void send_header(const CommParams& c, const CommShared& s) {
 // so that each has acquired what it will read.
 DEVICE bool receive_headers(const CommParams& c, CommShared& s) {
     bool ok = true;
+    NO_UNROLL
     for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         u32 source = i / kHeaderWords;
         u32 word = i % kHeaderWords;
@@ -107,14 +109,17 @@ DEVICE bool receive_headers(const CommParams& c, CommShared& s) {
 // Compares the headers: every rank comes to the same verdict.
 DEVICE Verdict judge_headers(CommShared& s) {
     bool disagree = false;
+    NO_UNROLL
     for (u32 i = thread_index(); i < kNumRanks * kNumSignatureWords; i += kNumThreads) {
         u32 source = i / kNumSignatureWords;
         u32 word = i % kNumSignatureWords;
         disagree |= s.headers[source][word] != s.headers[0][word];
         disagree |= s.headers[source][kWordRefusal] != 0u;
     }
+    NO_UNROLL
     for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
         u64 rows = 0;
+        NO_UNROLL
         for (u32 source = 0; source < kNumRanks; ++source) {
             rows += s.headers[source][kWordCounts + rank];
         }

@@ -15,6 +15,7 @@ DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
     u64* record =
         c.report + kReportRecords + (number % kReportNumRecords) * kReportRecordWords;
     u64* details = control_u64(own, kControlDetails);
+    NO_UNROLL
     for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         u32 source = i / kHeaderWords;
         u32 word = i % kHeaderWords;
@@ -27,6 +28,7 @@ DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
         st_relaxed_sys_u64(record + 2, c.kind);
         st_relaxed_sys_u64(record + 3, s.epoch);
         st_relaxed_sys_u64(record + 4, abort);
+        NO_UNROLL
         for (u32 i = 0; i < 5; ++i) {
             st_relaxed_sys_u64(record + 5 + i, ld_relaxed_gpu_u64(details + i));
         }

@@ -244,11 +244,12 @@ DEVICE u64 rows_to_poison(const CommParams& c, const CommShared& comm, const Dis
 // Ends a dispatch, whatever happened.
 DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                    Verdict verdict) {
-    // After an earlier failure no block has touched anything: all of them share the work.
-    if (verdict == kPoisoned) poison_received(c, d, d.capacity, block_index(), num_blocks());
-    if (!leave(c, comm, verdict, true)) {
-        if (d.recv_stats != nullptr && verdict == kGo && comm.last != 0u) add_statistics(d);
-        return;
+    bool alone = leave(c, comm, verdict, true);
+    bool all = verdict == kPoisoned;  // no block has touched anything: they share the work
+    if (all || alone) {
+        u64 rows = all ? d.capacity : rows_to_poison(c, comm, d, verdict);
+        poison_received(c, d, rows, all ? block_index() : 0u, all ? num_blocks() : 1u);
+    } else if (d.recv_stats != nullptr && verdict == kGo && comm.last != 0u) {
+        add_statistics(d);
     }
-    poison_received(c, d, rows_to_poison(c, comm, d, verdict), 0, 1);
 }

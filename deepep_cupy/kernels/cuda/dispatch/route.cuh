@@ -179,14 +179,15 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
 template <class Begin>
 DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                      RouteShared& s, const Ahead& ahead, Begin begin_work) {
-    if (d.layout == kLayoutCached) {
+    bool cached = d.layout == kLayoutCached;
+    if (cached) {
         if (block_index() == 0) send_header(c, comm);
         begin_work();
-        return open_headers(c, comm);
+    } else if (!route_tokens(c, comm, d, s, ahead, begin_work)) {
+        return kFailed;
     }
-    if (!route_tokens(c, comm, d, s, ahead, begin_work)) return kFailed;
     Verdict verdict = open_headers(c, comm);
-    if (verdict != kGo) return verdict;
+    if (cached || verdict != kGo) return verdict;
     for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
         u32 lower = 0;
         for (u32 source = 0; source < c.rank; ++source) {
