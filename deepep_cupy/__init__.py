@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepep_cupy.api.buffer import Buffer
+    from deepep_cupy.api.config import Config
     from deepep_cupy.api.events import EventOverlap
     from deepep_cupy.api.handle import DispatchHandle
     from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
-    from deepep_cupy.api.tuning import Config
+    from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source
     from deepep_cupy.errors import (
         CompileError,
         ContractError,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         PlatformError,
         StateError,
     )
-    from deepep_cupy.kernels.build import kernel_options, kernel_ptx, kernel_source
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _HOME = {
     "Buffer": "api.buffer",
     "CombineResult": "api.results",
     "CompileError": "errors",
-    "Config": "api.tuning",
+    "Config": "api.config",
     "ContractError": "errors",
     "DeepEPCupyError": "errors",
     "DispatchHandle": "api.handle",
@@ -65,9 +65,9 @@ _HOME = {
     "PeerTimeoutError": "errors",
     "PlatformError": "errors",
     "StateError": "errors",
-    "kernel_options": "kernels.build",
-    "kernel_ptx": "kernels.build",
-    "kernel_source": "kernels.build",
+    "kernel_options": "engines.gpu.kernels",
+    "kernel_ptx": "engines.gpu.kernels",
+    "kernel_source": "engines.gpu.kernels",
 }
 """Public name → module it lives in. Loaded when first asked for: commands that need little stay
 light."""

@@ -1,14 +1,14 @@
 """Where the kernel text lies: in a checkout, an editable install and a wheel.
 
-``kernels/cuda`` lies inside the package everywhere. ``ptx/`` is a top-level folder of the
+``cuda`` lies inside the package everywhere. ``ptx/`` is a top-level folder of the
 repository, shipped in the wheel as ``deepep_cupy/_ptx``; an editable install does not map it, so
 that a checkout and an editable install read the top-level folder itself.
 
 ======================  =====================================  ==============================
 how it is installed     ``kernel_dir()``                       ``ptx_dir()``
 ======================  =====================================  ==============================
-wheel                   ``deepep_cupy/kernels/cuda``           ``deepep_cupy/_ptx``
-checkout, editable      ``deepep_cupy/kernels/cuda``           ``ptx``
+wheel                   ``deepep_cupy/cuda``                   ``deepep_cupy/_ptx``
+checkout, editable      ``deepep_cupy/cuda``                   ``ptx``
 ======================  =====================================  ==============================
 """
 
@@ -29,7 +29,7 @@ def kernel_dir() -> Path:
     Raises:
         PlatformError: The installation is damaged; the message names the path.
     """
-    folder = _PACKAGE / "kernels" / "cuda"
+    folder = _PACKAGE / "cuda"
     if not folder.is_dir():
         message = (
             f"_resources.kernel_dir(): the CUDA text is missing, wanted the folder {folder}; "

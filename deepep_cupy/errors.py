@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepep_cupy.plan.headers import Refusal
+    from deepep_cupy.protocol.headers import Refusal
 
 __all__ = [
     "CompileError",

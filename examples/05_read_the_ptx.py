@@ -17,8 +17,8 @@ import re
 import sys
 import textwrap
 
-from deepep_cupy.kernels import kernel_ptx, kernel_source
-from deepep_cupy.kernels.inspect import count_instructions, memory_instructions
+from deepep_cupy import kernel_ptx, kernel_source
+from deepep_cupy.jit.inspect import count_instructions, memory_instructions
 
 # Beginning of an instruction, and what it is there for.
 LOOK_FOR = {

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.testing import ranks
+import ranks
 
 TESTS = Path(__file__).parent
 MUST_RUN = ("cpu", "mpi", "sim")

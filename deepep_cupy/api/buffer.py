@@ -4,22 +4,431 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 from deepep_cupy import __version__, log
-from deepep_cupy.api.config import BufferArguments, agree
-from deepep_cupy.api.contracts import Checker
-from deepep_cupy.api.lifecycle import State
-from deepep_cupy.api.operations import Operations
-from deepep_cupy.engines.base import ModalEngine, modes_of
+from deepep_cupy.api.checks import Checker
+from deepep_cupy.api.config import BufferArguments, Config, agree
+from deepep_cupy.api.events import EventOverlap
+from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.lifecycle import Lifecycle, State
+from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
+from deepep_cupy.engines.calls import CombineArguments, DispatchArguments, Signature
+from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, ModalEngine, modes_of
 from deepep_cupy.engines.select import make_engine
-from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.plan.spec import pool_bytes_hint
-from deepep_cupy.transport.board import AbortBoard
-from deepep_cupy.transport.group import Group
-from deepep_cupy.transport.lifetime import ExitGuard
+from deepep_cupy.errors import ContractError, PlatformError, StateError
+from deepep_cupy.protocol.headers import Kind
+from deepep_cupy.protocol.sizes import pool_bytes_hint
+from deepep_cupy.ranks.abort_board import AbortBoard
+from deepep_cupy.ranks.exit_guard import ExitGuard
+from deepep_cupy.ranks.group import Group
 
-__all__ = ["Buffer", "State"]
+__all__ = ["Buffer", "Operations"]
+
+
+# -------------------------------- What a Buffer does: sequencing only. Checks, the engine, results
+
+
+_DISPATCH, _COMBINE, _BARRIER = Kind.DISPATCH, Kind.COMBINE, Kind.BARRIER
+
+
+class Operations(Lifecycle):
+    """The operations of ``Buffer``, whose ``__init__`` sets the attributes."""
+
+    _checker: Checker
+    _num_sms: int | None
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Any,
+        num_experts: int | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> LayoutResult:
+        """Count where this rank's tokens go. ``dispatch`` does not need it.
+
+        Collective: no.  Stream: current, whatever the last three arguments say.  Host sync: no.
+
+        Args:
+            topk_idx: ``[T, K]`` int64 or int32, C-contiguous; -1: no choice.
+            num_experts: E; the Buffer's where it is None.
+            previous_event: Waited for first.
+            async_finish: Return an event with the result.
+            allocate_on_comm_stream: Not used.
+
+        Returns:
+            num_tokens_per_rank ``[R]`` int32, None, num_tokens_per_expert ``[E]`` int32,
+            is_token_in_rank ``[T, R]`` bool, event.
+
+        Raises:
+            ContractError: On this rank, when an argument is wrong.
+            StateError: The Buffer is closed.
+        """
+        operation = "get_dispatch_layout"
+        if self._state is State.CLOSED:
+            raise StateError(f"{operation}(): {self._closed()}")
+        streams = self._checker.streams(
+            operation, previous_event, async_finish, allocate_on_comm_stream
+        )
+        checked, number = self._checker.layout(topk_idx, num_experts)
+        if streams.previous_event is not None:
+            streams.previous_event.wait()
+        found = self._engine.get_dispatch_layout(checked, number)
+        event = cast(ModalEngine, self._engine).capture() if streams.async_finish else None
+        return LayoutResult(
+            found.num_tokens_per_rank,
+            None,
+            found.num_tokens_per_expert,
+            found.is_token_in_rank,
+            EventOverlap(event),
+        )
+
+    def dispatch(
+        self,
+        x: Any,
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Any = None,
+        num_tokens_per_rdma_rank: Any = None,
+        is_token_in_rank: Any = None,
+        num_tokens_per_expert: Any = None,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        own: bool = False,
+        dtype: Any = None,
+        scales_layout: Literal["row", "column"] = "row",
+        quantize: Literal["fp8_e4m3"] | None = None,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool | None = None,
+        do_zero_padding: bool = False,
+        cumulative_local_expert_recv_stats: Any = None,
+    ) -> DispatchResult:
+        """Send each token to every rank that holds one of its chosen experts, once a rank.
+
+        Collective: yes.  Stream: current, or the communication stream with ``previous_event`` or
+        ``async_finish``; ``x`` must be ready there on every rank, or other ranks' results are
+        wrong.  Host sync: yes, for the counts; no with ``num_worst_tokens``,
+        ``do_cpu_sync=False`` or ``handle``.
+
+        Where the rows go is told by exactly one of ``topk_idx``, ``is_token_in_rank`` and
+        ``handle``; the counts that DeepEP needs beside them are checked for their shape and not
+        used. Rows are moved as bytes and arrive exactly as they are.
+
+        Args:
+            x: ``[T, H]`` of any dtype, C-contiguous; T ≤ ``num_max_tokens_per_rank``. Or a pair
+                of FP8 rows (float8_e4m3fn, float8_e5m2, uint8 or int8) and their scales, of any
+                strides: float32 ``[T, S]`` with S = ceil(H / 128), or packed UE8M0 exponents,
+                int32 or uint32 ``[T, ceil(S / 4)]``. Scales travel bit for bit.
+            handle: Of an earlier dispatch of this Buffer: send new rows the same ways. All ranks
+                pass the handle of the same call.
+            num_tokens_per_rank: ``[R]`` int32; not needed.
+            num_tokens_per_rdma_rank: ``[1]`` int32; not needed.
+            is_token_in_rank: ``[T, R]`` bool; not needed with ``topk_idx``.
+            num_tokens_per_expert: ``[E]`` int32; not needed.
+            topk_idx: ``[T, K]`` int64 or int32, K ≤ ``num_topk``, each row's experts different;
+                -1: no choice.
+            topk_weights: ``[T, K]`` float32; with ``topk_idx`` or ``handle``.
+            expert_alignment: Round each entry of the list of counts up to a multiple of this,
+                and in the expanded layout begin each expert's rows at one.
+            num_worst_tokens: Do not wait for the counts: the most tokens this rank can receive,
+                at most R * M. Arrays have this many rows; behind the real ones
+                ``recv_topk_idx`` is -1, weights are 0 and rows are anything. 0: wait.
+            config: ``num_sms`` of it is used on GPUs.
+            previous_event: Begin after this event, not after the work of the current stream.
+            async_finish: Do not let the current stream wait; the event in the result says when.
+                Until then the arguments must not be overwritten, nor the results read.
+            allocate_on_comm_stream: Results belong to the communication stream; with
+                ``previous_event`` and ``async_finish``.
+            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory.
+            dtype: Take the bytes of ``x`` for items of this dtype, of as many bytes: for FP8 rows
+                from a library without FP8, as uint8. ``recv_x`` has it too.
+            scales_layout: Received scales are C-ordered (``"row"``) or Fortran-ordered
+                (``"column"``, as grouped matrix products want them).
+            quantize: ``"fp8_e4m3"``: cast rows of bfloat16, float16 or float32 to float8_e4m3fn
+                on their way, a scale per 128 channels. ``reference.quantize`` says every bit.
+            round_scale: With ``quantize``: scales are powers of two.
+            use_ue8m0: With ``round_scale``: scales arrive as packed exponents, int32.
+            do_cpu_sync: False: do not wait for the counts, like ``num_worst_tokens = R * M``.
+            do_expand: The expanded layout: a row per (token, local expert), grouped by expert.
+                With ``handle`` the handle's; need not be said again.
+            do_zero_padding: Zero the rows that only fill up an expert's group, with their scales
+                and weights; else they are anything.
+            cumulative_local_expert_recv_stats: ``[El]`` int32, to which the number of tokens per
+                local expert is added in place; with ``topk_idx``.
+
+        Returns:
+            recv_x ``[N, H]`` in the order (source rank, source token), or a pair of rows and
+            scales ``[N, S]``; recv_topk_idx ``[N, K]`` with this rank's experts numbered from 0
+            and -1 elsewhere; recv_topk_weights ``[N, K]`` with 0 where the index is -1; the list
+            of tokens per local expert; the handle; an event.
+            With ``handle``: no indices, the weights exactly as passed, the list and the handle
+            that were given.
+            Without a wait: N is the worst case and the list empty; the counts are in the handle.
+            Expanded: recv_x ``[rows, H]`` by (local expert, source rank, source token), no
+            indices, weights ``[rows]``; where each expert's rows end is in the handle.
+
+        Raises:
+            ContractError: On every rank, when an argument is wrong on one or differs between
+                ranks. Nothing moved, and the Buffer stays usable.
+            StateError: The Buffer is closed, or poisoned by an earlier failure.
+            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
+            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
+        """
+        given = DispatchArguments(
+            x,
+            handle,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            num_tokens_per_expert,
+            cumulative_local_expert_recv_stats,
+            previous_event,
+            expert_alignment,
+            own,
+            num_worst_tokens,
+            config,
+            self._num_sms,
+            async_finish,
+            allocate_on_comm_stream,
+            dtype,
+            scales_layout,
+            quantize,
+            round_scale,
+            use_ue8m0,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
+        )
+        done, signature = self._operate("dispatch", _DISPATCH, self._dispatch, given)
+        if handle is None:
+            handle = DispatchHandle(done.routing, done.num_recv_tokens_per_expert, signature)
+        return DispatchResult(
+            done.recv_x if done.recv_scales is None else (done.recv_x, done.recv_scales),
+            done.recv_topk_idx,
+            done.recv_topk_weights,
+            handle.num_recv_tokens_per_expert_list,
+            handle,
+            EventOverlap(done.event),
+        )
+
+    def _dispatch(self, given: DispatchArguments) -> tuple[DispatchOutput, Signature]:
+        call, signature = self._checker.dispatch(given)
+        return self._engine.dispatch(call), signature
+
+    def combine(
+        self,
+        x: Any,
+        handle: DispatchHandle,
+        topk_weights: Any = None,
+        bias: Any = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        own: bool = False,
+        out: Any = None,
+        reduce: Literal["exact", "per_rank"] = "exact",
+        row_weights: Any = None,
+    ) -> CombineResult:
+        """Bring every row back to the rank of its token, and add the rows of each token.
+
+        Collective: yes.  Stream: current, or the communication stream with ``previous_event`` or
+        ``async_finish``; ``x`` must be ready there on every rank, or other ranks' results are
+        wrong. When it returns, in stream order, ``x`` may be overwritten.  Host sync: no.
+
+        A row is added as it is: weights must already be applied to it (or be given as
+        ``row_weights``). Terms are added in the order bias 0, bias 1, rank 0, rank 1, …, in
+        float32 for float16, bfloat16 and float32, in float64 for float64, in the row's own
+        wrapping type for integers, and rounded once.
+
+        Args:
+            x: ``[rows, H]``, one row per row that the dispatch of ``handle`` returned,
+                C-contiguous. Rows behind the real ones and rows that only fill up are not read.
+            handle: Of the dispatch. All ranks pass the handle of the same call.
+            topk_weights: ``[N, K]`` float32 to be summed over ranks as well. Expanded:
+                ``[rows]``, carried back to the choices they belong to.
+            bias: None, one array or two of them, ``[T, H]``, dtype of ``x``.
+            config: ``num_sms`` of it is used on GPUs.
+            previous_event: Begin after this event, not after the work of the current stream.
+            async_finish: Do not let the current stream wait; the event in the result says when.
+                Until then the arguments must not be overwritten, nor the results read.
+            allocate_on_comm_stream: Results belong to the communication stream; with
+                ``previous_event`` and ``async_finish``.
+            own: On GPUs, copy the result out of the Buffer's pool into ordinary memory.
+            out: ``[T, H]``, dtype of ``x``, C-contiguous: write the result here, and return it.
+                Must share no memory with another argument.
+            reduce: Expanded layout. ``"exact"``: every copy travels, terms are the copies (rank
+                by rank, then by column of the choice), rounded once. ``"per_rank"``: each rank
+                first adds its copies of a token and rounds; less travels.
+            row_weights: Expanded layout, floating rows: ``[rows]`` float32, multiplied into the
+                copies in the type of the sum.
+
+        Returns:
+            combined_x ``[T, H]``, dtype of ``x``, 0 for a token that went nowhere;
+            combined_topk_weights ``[T, K]`` float32 or None; an event.
+
+        Raises:
+            ContractError: On every rank, when an argument is wrong on one or differs between
+                ranks. Nothing moved, and the Buffer stays usable.
+            StateError: The Buffer is closed, or poisoned by an earlier failure.
+            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
+            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
+        """
+        given = CombineArguments(
+            x,
+            handle,
+            topk_weights,
+            row_weights,
+            bias,
+            out,
+            previous_event,
+            own,
+            config,
+            self._num_sms,
+            async_finish,
+            allocate_on_comm_stream,
+            reduce,
+        )
+        done = self._operate("combine", _COMBINE, self._combine, given)
+        combined_x = done.combined_x if out is None else out
+        return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
+
+    def _combine(self, given: CombineArguments) -> CombineOutput:
+        return self._engine.combine(self._checker.combine(given))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here.
+
+        Collective: yes.  Stream: current, which waits for all ranks' streams.  Host sync: only
+        on the host engine.
+
+        Raises:
+            ContractError: On every rank, when one is in another call.
+            StateError: The Buffer is closed, or poisoned by an earlier failure.
+            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
+            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
+        """
+        self._operate("barrier", _BARRIER, self._engine.barrier)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Make an uninitialised array that ``combine`` reads without a copy.
+
+        Collective: no.  Stream: current.  Host sync: no.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+
+        Returns:
+            An array in the pool; the memory goes back to the pool when the array dies.
+
+        Raises:
+            StateError: The Buffer is closed.
+        """
+        if self._state is State.CLOSED:
+            raise StateError(f"empty(): {self._closed()}")
+        return self._engine.empty(shape, dtype)
+
+    def check(self) -> None:
+        """Raise what finished operations, or other ranks, have left to be reported.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Raises:
+            StateError: The Buffer is closed, or poisoned by an earlier failure.
+            ContractError: A finished operation was refused; the Buffer stays usable.
+            PeerTimeoutError: A rank was late. The Buffer is poisoned.
+            PeerAbortedError: Another rank gave up. The Buffer is poisoned.
+        """
+        self._must_be_open("check")
+        with self._failures("check"):
+            self._engine.check()
+
+    # --------------------------------------------------------------------------- streams, blocks
+
+    def capture(self) -> EventOverlap:
+        """The present end of the current stream, for ``previous_event``.
+
+        Collective: no.  Stream: current.  Host sync: no.
+
+        Raises:
+            StateError: The Buffer is closed.
+            PlatformError: The engine has no events.
+        """
+        return EventOverlap(self._with_events("capture").capture())
+
+    def get_comm_stream(self) -> Any:
+        """The communication stream: a CuPy stream of high priority; None on the host engine.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Raises:
+            StateError: The Buffer is closed.
+            PlatformError: The engine has no events.
+        """
+        return self._with_events("get_comm_stream").comm_stream()
+
+    def _with_events(self, operation: str) -> ModalEngine:
+        if self._state is State.CLOSED:
+            raise StateError(f"{operation}(): {self._closed()}")
+        if "events" not in modes_of(self._engine):
+            raise PlatformError(
+                f"{operation}(): the {self._engine.name} engine of this Buffer has no events, on "
+                f"rank {self._spec.rank}; work is in the order of the current stream."
+            )
+        return cast(ModalEngine, self._engine)
+
+    def set_num_sms(self, num_sms: int | None) -> None:
+        """Blocks of this rank's later calls; DeepEP V1's is of the class, this is of the Buffer.
+
+        Collective: no, ranks may differ.  Stream: none.  Host sync: no.
+
+        Args:
+            num_sms: 1 or more, odd too; None: the constructor's. A ``config`` goes before it.
+
+        Raises:
+            ContractError: On this rank, when the number is wrong.
+        """
+        if num_sms is not None:
+            num_sms = self._checker.number("set_num_sms", "num_sms", num_sms, 1, 1 << 16)
+        self._num_sms = num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP V1's recommended settings for ``dispatch``: here the same for all.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Args:
+            num_ranks: R; any number.
+        """
+        del num_ranks
+        return Config()
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """DeepEP V1's recommended settings for ``combine``: here the same for all.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Args:
+            num_ranks: R; any number.
+        """
+        del num_ranks
+        return Config()
 
 
 _serials = itertools.count(1)
@@ -128,7 +537,7 @@ class Buffer(Operations):
     @property
     def modes(self) -> frozenset[str]:
         """What this Buffer's engine can do beside plain calls; a call that needs another mode is
-        refused. ``engines.base`` lists them; the host engine has all."""
+        refused. ``engines.protocol`` lists them; the host engine has all."""
         return modes_of(self._engine)
 
     @property
@@ -218,7 +627,7 @@ class Buffer(Operations):
 
 def _make_group(comm: Any) -> Group:
     try:
-        from deepep_cupy.transport.mpi import MPIGroup
+        from deepep_cupy.ranks.mpi import MPIGroup
     except ImportError as error:
         raise PlatformError(
             f"Buffer(): mpi4py with an MPI library is needed, but: {error}; "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from deepep_cupy.engines.base import Event
+from deepep_cupy.engines.calls import Event
 
 __all__ = ["EventOverlap"]
 

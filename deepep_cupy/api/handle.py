@@ -5,31 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepep_cupy.engines.base import Routing
-from deepep_cupy.plan.headers import Layout
+from deepep_cupy.engines.calls import Routing, Signature
 
-__all__ = ["DispatchHandle", "Signature"]
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a call must share with the dispatch that made its handle. The dtype is not in it.
-
-    Attributes:
-        buffer: Serial number of the Buffer in this process.
-        num_ranks: R.
-        num_tokens: T, tokens this rank dispatched.
-        num_topk: K, 0 without ``topk_idx``.
-        num_experts: E of the Buffer, or None.
-        layout: Whether choices or a mask were dispatched.
-    """
-
-    buffer: int
-    num_ranks: int
-    num_tokens: int
-    num_topk: int
-    num_experts: int | None
-    layout: Layout
+__all__ = ["DispatchHandle"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,13 +10,13 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from deepep_cupy.engines.base import Engine
+from deepep_cupy.engines.protocol import Engine
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
-from deepep_cupy.plan.headers import Kind
-from deepep_cupy.plan.spec import BufferSpec
-from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
-from deepep_cupy.transport.group import Group, LinkError
-from deepep_cupy.transport.lifetime import ExitGuard
+from deepep_cupy.protocol.headers import Kind
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.ranks.exit_guard import ExitGuard
+from deepep_cupy.ranks.group import Group, LinkError
 
 __all__ = ["Lifecycle", "State"]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from deepep_cupy import Buffer
 from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.plan.spec import MAX_RANKS
+from deepep_cupy.protocol.sizes import MAX_RANKS
 from deepep_cupy.testing.data import Case, cases, expected, mode_cases
 from deepep_cupy.testing.trip import Trip, buffer_arguments, modes_needed
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _world() -> Any:
     try:
-        mpi = importlib.import_module("deepep_cupy.transport.mpi")
+        mpi = importlib.import_module("deepep_cupy.ranks.mpi")
     except ImportError as error:
         raise PlatformError(
             f"check: {error.name or error} cannot be imported; pip install 'deepep_cupy[mpich]'."

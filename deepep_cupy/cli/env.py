@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from deepep_cupy import _resources, env
+from deepep_cupy.engines.gpu import loads as policy
 from deepep_cupy.errors import DeepEPCupyError
-from deepep_cupy.plan import policy
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.protocol.sizes import BufferSpec
 
 __all__ = ["add_arguments", "run"]
 
@@ -105,7 +105,7 @@ def _distribution(name: str) -> str:
 
 
 def _compiler_version() -> str:
-    return str(importlib.import_module("deepep_cupy.kernels.compile").compiler_version())
+    return str(importlib.import_module("deepep_cupy.jit.compile").compiler_version())
 
 
 def _driver(cupy: Any) -> str:

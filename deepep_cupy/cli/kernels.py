@@ -12,14 +12,14 @@ from typing import Any
 
 from deepep_cupy import env
 from deepep_cupy.cli.table import columns
+from deepep_cupy.engines.gpu import loads as policy
+from deepep_cupy.engines.gpu.kernels import get_kernel, kernel_source, list_kernels
+from deepep_cupy.engines.gpu.kernels import shape_constants as constants_of
 from deepep_cupy.errors import CompileError, ContractError
-from deepep_cupy.kernels.build import Built, Request, build, kernel_source, open_cache
-from deepep_cupy.kernels.build import shape_constants as constants_of
-from deepep_cupy.kernels.compile import Compiled, Target, compile_text, parse_arch
-from deepep_cupy.kernels.inspect import count_instructions, disassemble, memory_instructions
-from deepep_cupy.kernels.registry import get_kernel, list_kernels
-from deepep_cupy.kernels.spec import KernelSpec
-from deepep_cupy.plan import policy
+from deepep_cupy.jit.build import Built, Request, build, open_cache
+from deepep_cupy.jit.compile import Compiled, Target, compile_text, parse_arch
+from deepep_cupy.jit.inspect import count_instructions, disassemble, memory_instructions
+from deepep_cupy.jit.spec import KernelSpec
 
 __all__ = ["add_arguments", "run"]
 

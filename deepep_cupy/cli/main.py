@@ -29,7 +29,10 @@ COMMANDS = {
     "litmus": "which loads see what was just written: is the policy of loads right here",
     "bench": "how long operations take, against what the links carry",
 }
-"""Command → its line in ``--help``; the module is ``deepep_cupy.cli.<command>``."""
+"""Command → its line in ``--help``."""
+
+_MODULES = {"bench": "bench.command", "litmus": "litmus.command"}
+"""Command → the module of ``deepep_cupy`` that runs it, where that is not ``cli.<command>``."""
 
 _EXIT_ERROR = 1
 _EXIT_INTERRUPTED = 130
@@ -74,7 +77,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
         if name == asked:
-            module = importlib.import_module(f"deepep_cupy.cli.{name}")
+            module = importlib.import_module(f"deepep_cupy.{_MODULES.get(name, f'cli.{name}')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

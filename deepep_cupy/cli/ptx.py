@@ -6,8 +6,8 @@ import argparse
 
 from deepep_cupy import env
 from deepep_cupy.cli.table import columns
+from deepep_cupy.engines.gpu.ptx_modules import assemble, get_module, list_modules, verify
 from deepep_cupy.errors import CompileError
-from deepep_cupy.kernels.ptx_module import assemble, get_module, list_modules, verify
 
 __all__ = ["add_arguments", "run"]
 

@@ -1,1 +1,1 @@
-"""One protocol (``base``), two engines: ``cuda`` (kernels, NVLink) and ``host`` (NumPy, MPI)."""
+"""Two engines behind one protocol: ``gpu`` (kernels, NVLink) and ``host`` (NumPy, MPI)."""

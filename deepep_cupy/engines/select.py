@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from deepep_cupy import env
-from deepep_cupy.engines.base import Engine
-from deepep_cupy.engines.host import HostEngine
+from deepep_cupy.engines.gpu.topology import survey
+from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.engines.protocol import Engine
 from deepep_cupy.errors import PlatformError
 from deepep_cupy.log import logger
-from deepep_cupy.plan.spec import BufferSpec
-from deepep_cupy.transport.board import AbortBoard
-from deepep_cupy.transport.group import Group
-from deepep_cupy.transport.region import RegionError
-from deepep_cupy.transport.topology import survey
+from deepep_cupy.memory.region import RegionError
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks.abort_board import AbortBoard
+from deepep_cupy.ranks.group import Group
 
 __all__ = ["ENGINES", "make_engine", "why_not_cuda"]
 
@@ -41,7 +41,7 @@ def make_engine(
     topology = survey(group, device, local_rank=env.launcher_local_rank())
     against = topology.verdict() or _who_has_no_compiler(group)
     if not against:
-        from deepep_cupy.engines.cuda import CudaEngine
+        from deepep_cupy.engines.gpu.engine import CudaEngine
 
         try:
             return CudaEngine(group, board, spec, topology, choose_device=device is None)
@@ -68,7 +68,7 @@ def _who_has_no_compiler(group: Group) -> str:
 def _why_no_compiler() -> str:
     """Why this process cannot compile kernels; empty where it can. Local."""
     try:
-        from deepep_cupy.kernels.compile import compiler_version
+        from deepep_cupy.jit.compile import compiler_version
 
         compiler_version()
     except Exception as error:  # noqa: BLE001 - any failure means "cannot"

@@ -22,8 +22,7 @@ from deepep_cupy.reference import (
     dispatch,
     get_dispatch_layout,
 )
-from deepep_cupy.testing.cases import Case, cases, sequence
-from deepep_cupy.testing.modes import mode_cases
+from deepep_cupy.testing.cases import Case, cases, mode_cases, sequence
 
 __all__ = [
     "Case",

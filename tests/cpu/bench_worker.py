@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import numpy as np
 from mpi4py import MPI
 
-from deepep_cupy.engines.host import HostEngine
-from deepep_cupy.transport import cuda_ipc
-from deepep_cupy.transport.mpi import MPIGroup
+from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.memory import cuda_ipc
+from deepep_cupy.ranks.mpi import MPIGroup
 
 COMM = MPI.COMM_WORLD
 POOL_BYTES = 64 << 20
@@ -220,7 +220,7 @@ def play_gpus(gpus):
     HostEngine.device = property(lambda engine: 0)
     HostEngine.empty = lambda engine, shape, dtype: region.empty(shape, dtype)
     cuda_ipc.device_uuid = lambda device: f"GPU-{COMM.rank % gpus}"
-    from deepep_cupy.cli import bench_moves
+    from deepep_cupy.bench import runs as bench_moves
 
     bench_moves.CeilingKernel = Kernel
     return region

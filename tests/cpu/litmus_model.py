@@ -7,9 +7,9 @@ import sys
 import threading
 from pathlib import Path
 
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.ptx_module import get_module
-from deepep_cupy.testing.litmus import Litmus, Place, Words
+from deepep_cupy.engines.gpu.ptx_modules import get_module
+from deepep_cupy.jit.launch import Packed
+from deepep_cupy.litmus.runner import Litmus, Place, Words
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ptx_grid.text import Program

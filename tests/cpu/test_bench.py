@@ -11,22 +11,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.engines.base import ALL_MODES
-from deepep_cupy.reference.quant import num_groups
-from deepep_cupy.testing.baselines import Routes
-from deepep_cupy.testing.bench import Shape
-from deepep_cupy.testing.bench_bytes import Traffic, choices_per_rank, row_bytes, rows_per_rank
-from deepep_cupy.testing.bench_measure import (
-    Bytes,
-    Measurement,
-    bytes_of,
-    count_ceilings,
-    floor_of,
+from deepep_cupy.bench.ceilings import Plan, spread
+from deepep_cupy.bench.measure import Bytes, Measurement, bytes_of, count_ceilings, floor_of
+from deepep_cupy.bench.modes import DEFAULTS, available, parse
+from deepep_cupy.bench.nccl import Routes
+from deepep_cupy.bench.routing import ROUTINGS, choose
+from deepep_cupy.bench.traffic import (
+    Traffic,
+    choices_per_rank,
+    copies_of,
+    fill,
+    pattern,
+    row_bytes,
+    rows_per_rank,
+    wrong_rows,
+    wrong_sums,
 )
-from deepep_cupy.testing.bench_modes import DEFAULTS, available, parse
-from deepep_cupy.testing.bench_rows import copies_of, fill, pattern, wrong_rows, wrong_sums
-from deepep_cupy.testing.ceilings import Plan, spread
-from deepep_cupy.testing.routing_patterns import ROUTINGS, choose
+from deepep_cupy.bench.workload import Shape
+from deepep_cupy.engines.protocol import ALL_MODES
+from deepep_cupy.reference.quant import num_groups
 
 # ------------------------------------------------------------------------------------- choices
 

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.cli import bench_options, bench_output, main
-from deepep_cupy.cli.bench_latency import parse_any
-from deepep_cupy.cli.bench_output import Report, heading, plot, table
+import ranks as start
+from deepep_cupy.bench import report as bench_output
+from deepep_cupy.bench import runs as bench_options
+from deepep_cupy.bench.measure import Measurement, Meter
+from deepep_cupy.bench.modes import parse
+from deepep_cupy.bench.report import Report, heading, plot, table
+from deepep_cupy.bench.runs import parse_any
+from deepep_cupy.bench.workload import Shape
+from deepep_cupy.cli import main
 from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.testing import ranks as start
-from deepep_cupy.testing.bench import Shape
-from deepep_cupy.testing.bench_measure import Measurement, Meter
-from deepep_cupy.testing.bench_modes import parse
 
 WORKER = Path(__file__).with_name("bench_worker.py")
 SMALL = ("--hidden", "64", "--experts", "16", "--dtype", "float32", "--repeats", "2")

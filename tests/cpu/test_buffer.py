@@ -10,12 +10,12 @@ import pytest
 import deepep_cupy
 from deepep_cupy import env
 from deepep_cupy.api.lifecycle import _LEGAL, State
-from deepep_cupy.engines.host import HostEngine
+from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
-from deepep_cupy.plan.spec import BufferSpec
-from deepep_cupy.transport.board import Abort, AbortBoard, AbortReason, RankState
-from deepep_cupy.transport.group import LinkError
-from deepep_cupy.transport.rendezvous import Pending, Rendezvous
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.ranks.group import LinkError
+from deepep_cupy.ranks.rendezvous import Pending, Rendezvous
 
 # -------------------------------------------------------------------------------- the package
 

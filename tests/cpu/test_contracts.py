@@ -4,13 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
 from deepep_cupy.api.config import BufferArguments, resolve_dtype
-from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
-from deepep_cupy.api.handle import DispatchHandle, Signature
-from deepep_cupy.engines.base import Routing
+from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.engines.calls import Routing, Signature
 from deepep_cupy.errors import ContractError
-from deepep_cupy.plan.headers import ARGUMENTS, Layout, RefusalCode
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.protocol.headers import ARGUMENTS, Layout, RefusalCode
+from deepep_cupy.protocol.sizes import BufferSpec
 
 R, M, H, K, E = 2, 8, 16, 3, 6
 RANK = 1

@@ -2,8 +2,7 @@
 
 import pytest
 
-from deepep_cupy.plan.launch import GridPlan
-from deepep_cupy.plan.local import cast_chunks, local_blocks, num_slices
+from deepep_cupy.engines.gpu.grid import GridPlan, cast_chunks, local_blocks, num_slices
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_cupy.cli import bench, bench_flavors, main
-from deepep_cupy.cli.bench_flavors import Pair, Point, Results
-from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.testing import flavors
-from deepep_cupy.testing.flavors import CLASSES, FLAVORS, SHARED_BYTES, Copies, Flush
+from deepep_cupy.bench import command as bench
+from deepep_cupy.bench import flavors
+from deepep_cupy.bench import flavors_command as bench_flavors
+from deepep_cupy.bench.flavors import CLASSES, FLAVORS, SHARED_BYTES, Copies, Flush
+from deepep_cupy.bench.flavors_command import Pair, Point, Results
+from deepep_cupy.cli import main
+from deepep_cupy.jit.compile import Loaded
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ptx_grid.text import Program
@@ -196,7 +198,7 @@ def test_whole_operations_are_timed_in_turns(monkeypatch):
     mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
     import deepep_cupy
     from deepep_cupy import env
-    from deepep_cupy.testing.timing import HostTimer
+    from deepep_cupy.bench.timing import HostTimer
 
     made, order = [], []
     real = deepep_cupy.Buffer

@@ -8,15 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.api import contracts, forms
-from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api import call_cache as forms
+from deepep_cupy.api import checks as contracts
+from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.config import Config
 from deepep_cupy.api.events import EventOverlap
-from deepep_cupy.api.handle import DispatchHandle, Signature
-from deepep_cupy.api.tuning import Config
-from deepep_cupy.engines.base import ALL_MODES, Routing
+from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.engines.calls import Routing, Signature
+from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
-from deepep_cupy.plan.headers import Layout
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.protocol.headers import Layout
+from deepep_cupy.protocol.sizes import BufferSpec
 
 R, M, H, K, E = 2, 8, 256, 3, 6
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -14,7 +14,7 @@ from gpu_stand_in import device as d
 from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
-from deepep_cupy.engines.base import CombineCall, DispatchCall, Streams
+from deepep_cupy.engines.calls import CombineCall, DispatchCall, Streams
 from deepep_cupy.errors import ContractError
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

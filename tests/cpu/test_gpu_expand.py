@@ -13,10 +13,10 @@ from gpu_stand_in import device as d
 from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
-from deepep_cupy.engines.base import CombineCall, DispatchCall, Quantization, Streams
+from deepep_cupy.engines.calls import CombineCall, DispatchCall, Quantization, Streams
 from deepep_cupy.errors import ContractError
+from deepep_cupy.memory.pool import PoolExhaustedError
 from deepep_cupy.testing.compare import assert_same_bits
-from deepep_cupy.transport.pool import PoolExhaustedError
 
 EXPERTS, TOPK, ALIGNMENT = 8, 4, 4
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

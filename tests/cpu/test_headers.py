@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepep_cupy.plan.headers import (
+from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
     SIGNATURE,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy.errors import CompileError
-from deepep_cupy.kernels import build as build_module
-from deepep_cupy.kernels.build import Request, build, build_all, open_cache
-from deepep_cupy.kernels.cache import KernelCache
-from deepep_cupy.kernels.compile import Compiled, Resources, Target
-from deepep_cupy.kernels.spec import KernelSpec, Param
+from deepep_cupy.jit import build as build_module
+from deepep_cupy.jit.build import Request, build, build_all, open_cache
+from deepep_cupy.jit.cache import KernelCache
+from deepep_cupy.jit.compile import Compiled, Resources, Target
+from deepep_cupy.jit.spec import KernelSpec, Param
 
 DIGEST = "0123456789abcdef" * 4
 FILES = {"k.cu": b"text", "k.cubin": b"\x7fELF..."}

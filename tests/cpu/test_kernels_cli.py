@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy.cli import kernels, ptx
+from deepep_cupy.engines.gpu.kernels import get_kernel, kernel_source, list_kernels, shape_constants
 from deepep_cupy.errors import CompileError, ContractError, DeepEPCupyError
-from deepep_cupy.kernels import kernel_source, list_kernels
-from deepep_cupy.kernels.build import shape_constants
-from deepep_cupy.kernels.inspect import find_tool
-from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.jit.inspect import find_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "barrier"

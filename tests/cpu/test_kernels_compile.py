@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
 
+from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
 from deepep_cupy.errors import CompileError, PlatformError
-from deepep_cupy.kernels import compile as compile_module
-from deepep_cupy.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
-from deepep_cupy.kernels.compile import (
+from deepep_cupy.jit import compile as compile_module
+from deepep_cupy.jit.compile import (
     Target,
     compile_text,
     compiler_archs,

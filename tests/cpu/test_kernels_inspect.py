@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deepep_cupy.errors import CompileError, PlatformError
-from deepep_cupy.kernels import inspect as inspect_module
-from deepep_cupy.kernels.inspect import (
+from deepep_cupy.jit import inspect as inspect_module
+from deepep_cupy.jit.inspect import (
     count_instructions,
     disassemble,
     find_tool,
@@ -59,8 +59,8 @@ $L__BB0_1:
 LABEL: st.release.sys.global.u64 [%rd1], %rd2;
 	ret;
 }
-	.file	1 "deepep_cupy/kernels/cuda/barrier.cu"
-	.file	2 "/somewhere/deepep_cupy/kernels/cuda/asm/memory.cuh"
+	.file	1 "deepep_cupy/cuda/barrier.cu"
+	.file	2 "/somewhere/deepep_cupy/cuda/asm/memory.cuh"
 	.section	.debug_str
 	{
 .b8 95,90,78,51,53
@@ -137,7 +137,7 @@ def test_sass_of_a_cubin():
     pytest.importorskip("cupy")
     if find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
-    compiling = pytest.importorskip("deepep_cupy.kernels.compile")
+    compiling = pytest.importorskip("deepep_cupy.jit.compile")
     text = 'extern "C" __global__ void k(int* p) { *p = 1; }'
     made = compiling.compile_text(text, name="k", entry="k", target=compiling.Target(90))
     assert "STG.E" in disassemble(made.cubin)

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepep_cupy.engines.gpu.kernels import list_kernels, shape_constants
 from deepep_cupy.errors import CompileError, ContractError, PlatformError
-from deepep_cupy.kernels.build import shape_constants
-from deepep_cupy.kernels.compile import Loaded, load
-from deepep_cupy.kernels.launch import Launch, Packed
-from deepep_cupy.kernels.registry import list_kernels
-from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
+from deepep_cupy.jit.compile import Loaded, load
+from deepep_cupy.jit.launch import Launch, Packed
+from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 
 ROOT = Path(__file__).resolve().parents[2]
 COMM = Struct("Comm", (Param("peer", "u8*", "kNumRanks"), Param("serial", "u32")))
@@ -250,8 +249,8 @@ int cuGetProcAddress(const char *name, void **address, int version, unsigned lon
 PROGRAM = """
 import importlib.util, sys
 from deepep_cupy.errors import PlatformError
-from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.kernels.launch import CudaDriver, Launch
+from deepep_cupy.jit.compile import Loaded
+from deepep_cupy.jit.launch import CudaDriver, Launch
 spec = importlib.util.spec_from_file_location("launch_test", sys.argv[1])
 test = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(test)

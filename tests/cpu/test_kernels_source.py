@@ -7,10 +7,9 @@ import re
 import pytest
 
 from deepep_cupy._resources import kernel_dir
+from deepep_cupy.engines.gpu.kernels import kernel_source, list_kernels, shape_constants
 from deepep_cupy.errors import CompileError
-from deepep_cupy.kernels import kernel_source, list_kernels
-from deepep_cupy.kernels.build import shape_constants
-from deepep_cupy.kernels.source import flatten, generate, locate
+from deepep_cupy.jit.source import flatten, generate, locate
 
 
 def write(folder, **files):
@@ -56,8 +55,8 @@ def test_each_file_comes_once_and_lines_keep_their_names(tmp_path):
         ("#include <atomic>", "this form of include"),
         ('#include "asm/types.cuh" "x"', "this form of include"),
         ("#include NAME", "this form of include"),
-        ('#include "../secret.h"', "a path that leaves kernels/cuda"),
-        ('#include "/etc/passwd"', "a path that leaves kernels/cuda"),
+        ('#include "../secret.h"', "a path that leaves cuda"),
+        ('#include "/etc/passwd"', "a path that leaves cuda"),
         ('#if 1\n#include "asm/types.cuh"\n#endif', "an include inside #if"),
         ('#ifndef X\n#include "asm/types.cuh"\n#endif', "an include inside #if"),
         ('#import "asm/types.cuh"', "#import"),
@@ -74,12 +73,12 @@ def test_what_the_flattener_does_not_know_is_refused(line, said, tmp_path, monke
         asm__loop_h='#include "asm/back.cuh"\n',
         asm__back_h='#include "asm/loop.cuh"\n',
     )
-    monkeypatch.setattr("deepep_cupy.kernels.source.kernel_dir", lambda: tmp_path)
+    monkeypatch.setattr("deepep_cupy.jit.source.kernel_dir", lambda: tmp_path)
     with pytest.raises(CompileError) as raised:
         flatten("main.cu")
     assert said in str(raised.value)
     if "no file" not in said and "round" not in str(raised.value):
-        assert re.search(r"deepep_cupy/kernels/cuda/main.cu:\d", str(raised.value))
+        assert re.search(r"deepep_cupy/cuda/main.cu:\d", str(raised.value))
 
 
 def test_a_search_folder_replaces_files_and_may_use_system_headers(tmp_path):
@@ -89,7 +88,7 @@ def test_a_search_folder_replaces_files_and_may_use_system_headers(tmp_path):
     assert "#include <atomic>" in text
     assert "__forceinline__" not in text, "ours came instead of the replacement"
     assert f'#line 1 "{tmp_path}/asm/types.cuh"' in text
-    assert '#line 1 "deepep_cupy/kernels/cuda/asm/thread.cuh"' in text
+    assert '#line 1 "deepep_cupy/cuda/asm/thread.cuh"' in text
 
 
 @pytest.mark.parametrize("spec", list_kernels(), ids=lambda spec: spec.name)
@@ -108,7 +107,7 @@ def test_a_kernels_text_is_whole_and_names_no_folder_of_this_machine(spec):
 def test_every_line_directive_names_a_real_file():
     for spec in list_kernels():
         text = kernel_source(spec.name)
-        shown = set(re.findall(r'#line \d+ "deepep_cupy/kernels/cuda/([^"]+)"', text))
+        shown = set(re.findall(r'#line \d+ "deepep_cupy/cuda/([^"]+)"', text))
         assert spec.source in shown
         missing = [name for name in shown if not (kernel_dir() / name).is_file()]
         assert not missing

@@ -7,11 +7,10 @@ import subprocess
 
 import pytest
 
+from deepep_cupy.engines.gpu.kernels import get_kernel, list_kernels, shape_constants
 from deepep_cupy.errors import ContractError
-from deepep_cupy.kernels.build import shape_constants
-from deepep_cupy.kernels.registry import get_kernel, list_kernels
-from deepep_cupy.kernels.source import prelude
-from deepep_cupy.kernels.spec import KernelSpec, Param, Struct
+from deepep_cupy.jit.source import prelude
+from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 
 INNER = Struct("Inner", (Param("tag", "u8"), Param("where", "u64*"), Param("last", "i16")))
 MIXED = KernelSpec(
@@ -100,7 +99,7 @@ def test_the_cpp_compiler_agrees_on_every_offset(spec, tmp_path):
 
 @pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
 def test_nvrtc_agrees_on_every_offset(spec):
-    compile_module = pytest.importorskip("deepep_cupy.kernels.compile")
+    compile_module = pytest.importorskip("deepep_cupy.jit.compile")
     pytest.importorskip("cupy")
     if int(compile_module.compiler_version().split(".")[0]) < 13:
         pytest.skip("NVRTC 12 has no __builtin_offsetof; sizeof is asserted in every text")

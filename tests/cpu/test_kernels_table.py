@@ -18,10 +18,10 @@ import pytest
 
 pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
 
-from deepep_cupy.kernels.build import Request, build, open_cache, shape_constants
-from deepep_cupy.kernels.compile import Target, compiler_version
-from deepep_cupy.kernels.inspect import disassemble, find_tool, opcodes
-from deepep_cupy.kernels.registry import get_kernel, list_kernels
+from deepep_cupy.engines.gpu.kernels import get_kernel, list_kernels, shape_constants
+from deepep_cupy.jit.build import Request, build, open_cache
+from deepep_cupy.jit.compile import Target, compiler_version
+from deepep_cupy.jit.inspect import disassemble, find_tool, opcodes
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("kernel_table.toml")

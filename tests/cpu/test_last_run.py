@@ -45,10 +45,10 @@ def test_kernel_text_is_what_was_last_run(last_run):
 def make_tree(root, text="// a kernel\n"):
     """A few files of those that make the digest."""
     for name, content in {
-        "deepep_cupy/kernels/cuda/barrier.cu": text,
-        "deepep_cupy/kernels/cuda/comm/wait.cuh": "",
-        "deepep_cupy/kernels/registry.py": "",
-        "deepep_cupy/plan/constants.py": "K = 1\n",
+        "deepep_cupy/cuda/barrier.cu": text,
+        "deepep_cupy/cuda/comm/wait.cuh": "",
+        "deepep_cupy/engines/gpu/kernels.py": "",
+        "deepep_cupy/protocol/constants.py": "K = 1\n",
         "ptx/peer_barrier.sm_80.ptx": ".version 8.0\n",
         "README.md": text,
     }.items():
@@ -59,9 +59,9 @@ def make_tree(root, text="// a kernel\n"):
 @pytest.mark.parametrize(
     "name",
     [
-        "deepep_cupy/kernels/cuda/barrier.cu",
-        "deepep_cupy/kernels/cuda/comm/wait.cuh",
-        "deepep_cupy/plan/constants.py",
+        "deepep_cupy/cuda/barrier.cu",
+        "deepep_cupy/cuda/comm/wait.cuh",
+        "deepep_cupy/protocol/constants.py",
         "ptx/peer_barrier.sm_80.ptx",
     ],
 )
@@ -77,9 +77,9 @@ def test_digest_sees_every_kernel_file(last_run, tmp_path, name):
 def test_digest_does_not_see_comments(last_run, tmp_path):
     make_tree(tmp_path, "int a;  // one\n\n  int b;\n")
     before = last_run.digest(tmp_path)
-    kernel = tmp_path / "deepep_cupy" / "kernels" / "cuda" / "barrier.cu"
+    kernel = tmp_path / "deepep_cupy" / "cuda" / "barrier.cu"
     kernel.write_text("// other words\nint a;\nint b;\n")
-    constants = tmp_path / "deepep_cupy" / "plan" / "constants.py"
+    constants = tmp_path / "deepep_cupy" / "protocol" / "constants.py"
     constants.write_text('"""Words."""\n\nK = 1  # more of them\n"""And more."""\n')
     assert last_run.digest(tmp_path) == before
     kernel.write_text("int a;\nint c;\n")
@@ -91,7 +91,7 @@ def test_digest_sees_new_and_renamed_files_and_nothing_else(last_run, tmp_path):
     before = last_run.digest(tmp_path)
     (tmp_path / "README.md").write_text("other words")
     assert last_run.digest(tmp_path) == before
-    folder = tmp_path / "deepep_cupy" / "kernels" / "cuda"
+    folder = tmp_path / "deepep_cupy" / "cuda"
     (folder / "barrier.cu").rename(folder / "wall.cu")
     renamed = last_run.digest(tmp_path)
     assert renamed != before
@@ -105,7 +105,7 @@ def test_patterns_find_this_repository(last_run):
     empty = [pattern for pattern, paths in found.items() if not paths]
     assert empty in ([], ["ptx/*.ptx"])
     listed = {path for paths in found.values() for path in paths}
-    cuda = ROOT / "deepep_cupy" / "kernels" / "cuda"
+    cuda = ROOT / "deepep_cupy" / "cuda"
     assert {path for path in cuda.rglob("*") if path.is_file()} <= listed
 
 

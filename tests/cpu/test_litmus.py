@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.kernels.inspect import find_tool
-from deepep_cupy.plan.policy import PROTOCOLS
-from deepep_cupy.testing import litmus
-from deepep_cupy.testing.litmus import BULK_LOADS, LOADS, WIDTHS, Test, Words
+from deepep_cupy.engines.gpu.loads import PROTOCOLS
+from deepep_cupy.jit.compile import Loaded
+from deepep_cupy.jit.inspect import find_tool
+from deepep_cupy.litmus import runner as litmus
+from deepep_cupy.litmus.runner import BULK_LOADS, LOADS, WIDTHS, Test, Words
 
 sys.path.insert(0, str(Path(__file__).parent))
 from litmus_model import BASES, NUM_SMS, SIZE, TEXT, TEXTS, one_rank, two_ranks

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy import env
-from deepep_cupy.cli import litmus as command
 from deepep_cupy.cli import main
+from deepep_cupy.engines.gpu import loads as policy
+from deepep_cupy.engines.gpu.topology import Gpu, Topology
 from deepep_cupy.errors import PlatformError
-from deepep_cupy.plan import policy
-from deepep_cupy.testing import litmus
-from deepep_cupy.transport.topology import Gpu, Topology
+from deepep_cupy.litmus import command
+from deepep_cupy.litmus import runner as litmus
 
 sys.path.insert(0, str(Path(__file__).parent))
 from litmus_model import BASES, NUM_SMS, SIZE, TEXT, Model, programs_of
@@ -217,6 +217,6 @@ def test_without_mpirun_no_mpi_is_needed(monkeypatch):
     monkeypatch.setattr(env, "launcher_size", lambda: 1)
     assert command._group().allgather(3) == [3]
     monkeypatch.setattr(env, "launcher_size", lambda: 2)
-    monkeypatch.setitem(sys.modules, "deepep_cupy.transport.mpi", None)
+    monkeypatch.setitem(sys.modules, "deepep_cupy.ranks.mpi", None)
     with pytest.raises(PlatformError, match="cannot be imported"):
         command._group()

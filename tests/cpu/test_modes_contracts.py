@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from deepep_cupy import Buffer, Config, EventOverlap
-from deepep_cupy.api.contracts import Checker, CombineArguments, DispatchArguments
-from deepep_cupy.api.handle import DispatchHandle, Signature
-from deepep_cupy.engines.base import ALL_MODES, Quantization, Routing
-from deepep_cupy.engines.host import HostEngine
+from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.engines.calls import Quantization, Routing, Signature
+from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
-from deepep_cupy.plan.headers import (
+from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     WORDS,
     Kind,
@@ -22,8 +23,8 @@ from deepep_cupy.plan.headers import (
     layout_word,
     verdict,
 )
-from deepep_cupy.plan.routing import num_scales, worst_expanded_rows
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.protocol.routing import num_scales, worst_expanded_rows
+from deepep_cupy.protocol.sizes import BufferSpec
 
 R, M, H, K, E = 2, 8, 256, 3, 6
 FP8 = ml_dtypes.float8_e4m3fn

@@ -164,7 +164,7 @@ def test_resources_are_found_in_a_wheel(built, environment, tmp_path):
     python, site = environment("wheel", built[1])
     package, kernels, ptx = found(python, tmp_path)
     assert package == site / "deepep_cupy"
-    assert (kernels, ptx) == (package / "kernels" / "cuda", package / "_ptx")
+    assert (kernels, ptx) == (package / "cuda", package / "_ptx")
 
 
 def test_resources_are_found_in_an_editable_install(tree, environment, tmp_path):
@@ -176,13 +176,13 @@ def test_resources_are_found_in_an_editable_install(tree, environment, tmp_path)
     python, _ = environment("editable", tmp_path / wheel)
     package, kernels, ptx = found(python, tmp_path)
     assert package == tree / "deepep_cupy"
-    assert (kernels, ptx) == (package / "kernels" / "cuda", tree / "ptx")
+    assert (kernels, ptx) == (package / "cuda", tree / "ptx")
 
 
 def test_resources_are_found_in_a_checkout(tree, tmp_path):
     package, kernels, ptx = found(sys.executable, tmp_path, PYTHONPATH=str(tree))
     assert package == tree / "deepep_cupy"
-    assert (kernels, ptx) == (package / "kernels" / "cuda", tree / "ptx")
+    assert (kernels, ptx) == (package / "cuda", tree / "ptx")
 
 
 def test_missing_modules_are_named(tree, tmp_path):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy._resources import kernel_dir, ptx_dir
-from deepep_cupy.plan import policy
-from deepep_cupy.plan.policy import ACCESSES, PROTOCOLS, Access, Reading, Verdict, resolve
-from deepep_cupy.testing import litmus
+from deepep_cupy.engines.gpu import loads as policy
+from deepep_cupy.engines.gpu.loads import ACCESSES, PROTOCOLS, Access, Reading, Verdict, resolve
+from deepep_cupy.litmus import runner as litmus
 
 FILLS_L1 = {"ld.global", "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last"}
 GPU, DRIVER = "NVIDIA H200", "580.82.07"

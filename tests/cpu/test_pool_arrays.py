@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepep_cupy.transport import cuda_ipc
-from deepep_cupy.transport.cuda_ipc import CudaMemory, CupyEvents, PoolArrays
-from deepep_cupy.transport.pool import Pool
-from deepep_cupy.transport.region import MemoryCallError
+from deepep_cupy.memory import cuda_ipc
+from deepep_cupy.memory.cuda_ipc import CudaMemory, CupyEvents, PoolArrays
+from deepep_cupy.memory.pool import Pool
+from deepep_cupy.memory.region import MemoryCallError
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BASE = 0x7F0000000000

@@ -1,6 +1,6 @@
 """The pool under 10^5 random steps, against an oracle that knows what happens before what.
 
-The oracle is ``deepep_cupy.testing.streams``. The last tests break the pool in many ways, and
+The oracle is ``tests/streams.py``. The last tests break the pool in many ways, and
 want each found.
 """
 
@@ -14,12 +14,12 @@ import threading
 import pytest
 
 from deepep_cupy.errors import StateError
-from deepep_cupy.testing.streams import LEGACY, RaceError, StreamModel, merge
-from deepep_cupy.transport import pool as pool_module
-from deepep_cupy.transport import reclaim
-from deepep_cupy.transport.pool import ALIGNMENT, Pool, PoolExhaustedError
-from deepep_cupy.transport.resting import Resting
-from deepep_cupy.transport.segments import FreeList, Mark
+from deepep_cupy.memory import pool as pool_module
+from deepep_cupy.memory import stream_clock as reclaim
+from deepep_cupy.memory.free_list import FreeList, Mark
+from deepep_cupy.memory.pool import ALIGNMENT, Pool, PoolExhaustedError
+from deepep_cupy.memory.reuse import Resting
+from streams import LEGACY, RaceError, StreamModel, merge
 
 CELLS = 512
 START = 8 * ALIGNMENT

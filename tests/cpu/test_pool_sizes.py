@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepep_cupy.plan.spec import BufferSpec, pool_bytes_hint
-from deepep_cupy.transport.pool import Pool
+from deepep_cupy.memory.pool import Pool
+from deepep_cupy.protocol.sizes import BufferSpec, pool_bytes_hint
 
 
 class NoEvents:

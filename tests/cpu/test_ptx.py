@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.kernels import ptx_module
-from deepep_cupy.kernels.inspect import find_tool
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.ptx_module import (
+from deepep_cupy.engines.gpu import ptx_modules as ptx_module
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.engines.gpu.ptx_modules import (
     assemble,
     get_module,
     list_modules,
@@ -16,7 +14,9 @@ from deepep_cupy.kernels.ptx_module import (
     parse_ptx,
     verify,
 )
-from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.errors import ContractError, PlatformError
+from deepep_cupy.jit.inspect import find_tool
+from deepep_cupy.jit.launch import Packed
 
 TEXT = """// purpose: adds one word; there to be broken by these tests
 // signature: add_word(u64* words [n], u32 count, u8* peers [8])

@@ -19,8 +19,8 @@ from ptx_machine.program import PtxError, store_bytes
 from ptx_machine.ranks import DATA, STRIDE, TEXT, Node
 from ptx_machine.world import BOARD, REGION
 
-from deepep_cupy.plan.headers import WORDS, Kind, RefusalCode
-from deepep_cupy.plan.layout import NUM_RECORDS
+from deepep_cupy.protocol.control_block import NUM_RECORDS
+from deepep_cupy.protocol.headers import WORDS, Kind, RefusalCode
 
 GO, REFUSED, FAILED = 0, 1, 2
 TIMEOUT, RAISED = 1, 2

@@ -15,15 +15,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ptx_machine.program import Program
 from ptx_machine.ranks import ENTRY, TEXT, shape
 
+from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier, ptx_barrier_values
 from deepep_cupy.errors import ContractError
-from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.constants import kernel_constants
-from deepep_cupy.plan.headers import Kind, RefusalCode
-from deepep_cupy.plan.spec import MAX_RANKS
+from deepep_cupy.jit.compile import Loaded
+from deepep_cupy.protocol.constants import kernel_constants
+from deepep_cupy.protocol.headers import Kind, RefusalCode
+from deepep_cupy.protocol.sizes import MAX_RANKS
 
-CONTROL = Path(__file__).parents[2] / "deepep_cupy" / "kernels" / "cuda" / "comm" / "control.cuh"
+CONTROL = Path(__file__).parents[2] / "deepep_cupy" / "cuda" / "comm" / "control.cuh"
 STRONG = ("ld.relaxed", "ld.acquire", "st.relaxed", "st.release", "atom", "red", "fence", "bar.")
 BODY = TEXT[TEXT.index("\n{\n") : TEXT.rindex("}")]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.ptx_module import get_module
-from deepep_cupy.testing import flavors
+from deepep_cupy.bench import flavors
+from deepep_cupy.engines.gpu.ptx_modules import get_module
+from deepep_cupy.jit.launch import Packed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ptx_grid.text import Program, PtxError

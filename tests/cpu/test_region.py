@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deepep_cupy.errors import PlatformError
-from deepep_cupy.transport.region import GRANULE, MemoryCallError, RegionError, SymmetricRegion
+from deepep_cupy.memory.region import GRANULE, MemoryCallError, RegionError, SymmetricRegion
 
 
 class Node:

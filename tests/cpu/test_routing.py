@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from deepep_cupy.plan import routing
-from deepep_cupy.plan.headers import RefusalCode
+from deepep_cupy.protocol import routing
+from deepep_cupy.protocol.headers import RefusalCode
 
 RANKS, EXPERTS, K = 3, 12, 4
 LOCAL = EXPERTS // RANKS

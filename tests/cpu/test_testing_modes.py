@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deepep_cupy.engines.base import ALL_MODES
-from deepep_cupy.testing import compare, data, modes, pairwise, trip
+from deepep_cupy.engines.protocol import ALL_MODES
+from deepep_cupy.testing import cases as modes
+from deepep_cupy.testing import compare, data, pairwise, trip
 
 RANKS = (1, 2, 3, 8)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepep_cupy.testing.timing import CudaTimer, HostTimer, Timing, slowest
+from deepep_cupy.bench.timing import CudaTimer, HostTimer, Timing, slowest
 
 
 def test_median_best_and_slowest():

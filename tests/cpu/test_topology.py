@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepep_cupy.transport import topology
-from deepep_cupy.transport.topology import Gpu, Topology, survey
+from deepep_cupy.engines.gpu import topology
+from deepep_cupy.engines.gpu.topology import Gpu, Topology, survey
 
 
 def gpu(rank, uuid, **changes):

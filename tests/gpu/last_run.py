@@ -14,12 +14,16 @@ from pathlib import Path
 PATH = Path(__file__).with_name("LAST_RUN.md")
 
 FILES = (
-    "deepep_cupy/kernels/cuda/**/*.cu",
-    "deepep_cupy/kernels/cuda/**/*.cuh",
-    "deepep_cupy/kernels/registry.py",
-    "deepep_cupy/plan/constants.py",
-    "deepep_cupy/plan/headers.py",
-    "deepep_cupy/plan/layout.py",
+    "deepep_cupy/cuda/**/*.cu",
+    "deepep_cupy/cuda/**/*.cuh",
+    "deepep_cupy/engines/gpu/combine.py",
+    "deepep_cupy/engines/gpu/dispatch.py",
+    "deepep_cupy/engines/gpu/expand.py",
+    "deepep_cupy/engines/gpu/kernels.py",
+    "deepep_cupy/engines/gpu/quantize.py",
+    "deepep_cupy/protocol/constants.py",
+    "deepep_cupy/protocol/headers.py",
+    "deepep_cupy/protocol/control_block.py",
     "ptx/*.ptx",
 )
 """All that decides what the kernels are, as patterns below the root of the repository."""

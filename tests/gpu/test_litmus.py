@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker_litmus.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("worker_pool.py")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.kernels.ptx_module import get_module
-from deepep_cupy.testing.ranks import run_ranks
+from deepep_cupy.engines.gpu.ptx_modules import get_module
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("worker_ptx_barrier.py")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from common import Worker, core
 
-from deepep_cupy.plan.headers import Kind
+from deepep_cupy.protocol.headers import Kind
 
 MARKS = r"""
 extern "C" __global__ void mark(unsigned long long* step, const unsigned long long* slots_of,

@@ -20,9 +20,9 @@ LONG_ROW_BYTES = 32768
 
 def build_one(task: tuple[str, int, int, str, int]) -> tuple[str, bool]:
     """One kernel of one shape; its label, and whether it was there already."""
-    from deepep_cupy.kernels.build import Request, build, open_cache, shape_constants
-    from deepep_cupy.kernels.compile import compiler_archs, target_for
-    from deepep_cupy.kernels.registry import get_kernel
+    from deepep_cupy.engines.gpu.kernels import get_kernel, shape_constants
+    from deepep_cupy.jit.build import Request, build, open_cache
+    from deepep_cupy.jit.compile import compiler_archs, target_for
 
     name, ranks, row_bytes, loads, arch = task
     constants = shape_constants(arch, num_ranks=ranks, max_row_bytes=row_bytes, loads=loads)
@@ -45,8 +45,7 @@ def main() -> None:
         import cupy
 
         arch = int(cupy.cuda.Device(0).compute_capability)
-    from deepep_cupy.kernels.build import shape_constants
-    from deepep_cupy.kernels.registry import KERNELS
+    from deepep_cupy.engines.gpu.kernels import KERNELS, shape_constants
     from deepep_cupy.testing.data import cases
 
     begin = time.monotonic()

@@ -57,7 +57,7 @@ def main() -> None:
         buffer.check()
         uuid = ""
         if worker.gpu:
-            from deepep_cupy.transport.cuda_ipc import device_uuid
+            from deepep_cupy.memory.cuda_ipc import device_uuid
 
             uuid = device_uuid(buffer._engine.device)
     every = worker.comm.allgather((seen, worker.device, uuid))

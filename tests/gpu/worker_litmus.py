@@ -14,12 +14,12 @@ from typing import Any
 
 from common import Worker
 
-from deepep_cupy.cli import litmus as command
-from deepep_cupy.plan.policy import ACCESSES, Reading, Verdict
-from deepep_cupy.testing.flavors import CLASSES, FLAVORS, Copies, Flush, Whole
-from deepep_cupy.testing.litmus import BULK_LOADS, LOADS, Words
-from deepep_cupy.transport.mpi import MPIGroup
-from deepep_cupy.transport.topology import survey
+from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flush, Whole
+from deepep_cupy.engines.gpu.loads import ACCESSES, Reading, Verdict
+from deepep_cupy.engines.gpu.topology import survey
+from deepep_cupy.litmus import command
+from deepep_cupy.litmus.runner import BULK_LOADS, LOADS, Words
+from deepep_cupy.ranks.mpi import MPIGroup
 
 FILLS_L1 = ("ld.global", "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last")
 LAWFUL = ("reader", "handed over", "boundary")

@@ -115,7 +115,7 @@ class Program:
         assert bad == 0, f"{bad} words were overwritten while in use"
 
     def new(self, nbytes, stream):
-        from deepep_cupy.transport.pool import PoolExhaustedError
+        from deepep_cupy.memory.pool import PoolExhaustedError
 
         try:
             block = self.pool.alloc(nbytes, stream, "random")
@@ -294,10 +294,10 @@ class Parts:
         import cupy
         from mpi4py import MPI
 
-        from deepep_cupy.transport.cuda_ipc import CupyEvents, PoolArrays, open_region
-        from deepep_cupy.transport.mpi import MPIGroup
-        from deepep_cupy.transport.pool import Pool
-        from deepep_cupy.transport.topology import survey
+        from deepep_cupy.engines.gpu.topology import survey
+        from deepep_cupy.memory.cuda_ipc import CupyEvents, PoolArrays, open_region
+        from deepep_cupy.memory.pool import Pool
+        from deepep_cupy.ranks.mpi import MPIGroup
 
         self.cupy = cupy
         self.group = MPIGroup(MPI.COMM_WORLD)

@@ -18,8 +18,8 @@ import numpy as np
 from common import Worker
 
 from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier
-from deepep_cupy.plan.headers import Kind, RefusalCode
-from deepep_cupy.plan.layout import NUM_RECORDS, RECORD_HEAD
+from deepep_cupy.protocol.control_block import NUM_RECORDS, RECORD_HEAD
+from deepep_cupy.protocol.headers import Kind, RefusalCode
 
 START = 5
 """Epoch from which every run starts."""

@@ -19,7 +19,7 @@ import numpy as np
 from common import Worker, core
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
-from deepep_cupy.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
+from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
 
 ROW_BYTES = 14336
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 def trips(worker: Worker, modules: dict[str, Any], what: str) -> None:
     """Round trips with these modules' functions on all paths. Collective."""
-    from deepep_cupy.kernels.compile import Loaded
+    from deepep_cupy.jit.compile import Loaded
 
     xp, rank = worker.xp, worker.rank
     functions = {}

@@ -16,11 +16,11 @@ from typing import Any
 
 from common import Worker
 
-from deepep_cupy.cli.bench_output import table
-from deepep_cupy.testing.bench import Bench, Load, Ranks, Shape
-from deepep_cupy.testing.bench_measure import Measurement, Meter, ceilings_of, measure_load
-from deepep_cupy.testing.bench_modes import available, parse
-from deepep_cupy.testing.ceilings import CeilingKernel
+from deepep_cupy.bench.ceilings import CeilingKernel
+from deepep_cupy.bench.measure import Measurement, Meter, ceilings_of, measure_load
+from deepep_cupy.bench.modes import available, parse
+from deepep_cupy.bench.report import table
+from deepep_cupy.bench.workload import Bench, Load, Ranks, Shape
 
 LARGE = [
     *(parse("dispatch", name) for name in ("no_wait", "uncached", "cached")),

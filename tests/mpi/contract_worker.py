@@ -16,9 +16,11 @@ import pytest
 from mpi4py import MPI
 
 from deepep_cupy import Buffer, ContractError, StateError
-from deepep_cupy.engines.base import CombineCall, DispatchCall
-from deepep_cupy.engines.host import HostEngine
-from deepep_cupy.plan.spec import BufferSpec
+from deepep_cupy.engines.calls import CombineCall, DispatchCall
+from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks.abort_board import AbortBoard
+from deepep_cupy.ranks.mpi import MPIGroup
 from deepep_cupy.reference import combine, dispatch, get_dispatch_layout
 from deepep_cupy.testing.compare import (
     assert_combine_equal,
@@ -26,8 +28,6 @@ from deepep_cupy.testing.compare import (
     assert_same_bits,
 )
 from deepep_cupy.testing.data import expected, sequence
-from deepep_cupy.transport.board import AbortBoard
-from deepep_cupy.transport.mpi import MPIGroup
 
 M, H, K = 64, 40, 4
 SCENARIOS = {}

@@ -13,13 +13,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from deepep_cupy import (
-    Buffer,
-    ContractError,
-    PeerAbortedError,
-    PeerTimeoutError,
-    StateError,
-)
+from deepep_cupy import Buffer, ContractError, PeerAbortedError, PeerTimeoutError, StateError
 from deepep_cupy.reference import combine, dispatch
 
 TIMEOUT_S = 1.0

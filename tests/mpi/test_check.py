@@ -11,7 +11,7 @@ import pytest
 
 from deepep_cupy import env
 from deepep_cupy.testing.data import cases, mode_cases
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_FAULT = Path(__file__).with_name("with_fault.py")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deepep_cupy import env
-from deepep_cupy.testing.ranks import is_open_mpi, mpirun, run_ranks
+from ranks import is_open_mpi, mpirun, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
@@ -161,9 +161,9 @@ needs_compiler = pytest.mark.skipif(
 )
 DELETE_A_WAIT = """
 import re, runpy, sys
-import deepep_cupy.kernels as kernels
-real = kernels.kernel_ptx
-kernels.kernel_ptx = lambda *a, **k: re.sub(r"cp.async.bulk.wait_group +0;", "", real(*a, **k))
+import deepep_cupy
+real = deepep_cupy.kernel_ptx
+deepep_cupy.kernel_ptx = lambda *a, **k: re.sub(r"cp.async.bulk.wait_group +0;", "", real(*a, **k))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("modes_worker.py")
 

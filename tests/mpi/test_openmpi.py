@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 HERE = Path(__file__).parent
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deepep_cupy.testing.ranks import run_ranks
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("table_worker.py")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

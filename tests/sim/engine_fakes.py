@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deepep_cupy.plan.launch import GridPlan
-from deepep_cupy.transport.pool import PoolExhaustedError
+from deepep_cupy.engines.gpu.grid import GridPlan
+from deepep_cupy.memory.pool import PoolExhaustedError
 
 
 class Array:

@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.jit.launch import Packed
 from deepep_cupy.reference import dispatch
 from simulator.machine import Machine, Use, with_lines
 from simulator.shapes import Shape, library

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.testing.bench_bytes import Traffic
-from deepep_cupy.testing.ceilings import Plan
+from deepep_cupy.bench.ceilings import Plan
+from deepep_cupy.bench.traffic import Traffic
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.jit.launch import Packed
 from simulator.machine import Machine, Use, with_lines
 from simulator.shapes import Shape, library
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.engines.base import CombineCall
-from deepep_cupy.engines.gpu.combining_expanded import combine_expanded
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.headers import Kind
+from deepep_cupy.engines.calls import CombineCall
+from deepep_cupy.engines.gpu.combine import combine_expanded
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.reference import combine, dispatch
 from engine_fakes import Array, Launch, Turn
 from simulator.machine import Use, with_lines

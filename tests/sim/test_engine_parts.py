@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepep_cupy.engines.base import CombineCall, DispatchCall, Quantization
-from deepep_cupy.engines.gpu import combining_expanded, expanding, quantizing
-from deepep_cupy.engines.gpu.received import Received as Tokens
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.headers import LayoutFlag
+from deepep_cupy.engines.calls import CombineCall, DispatchCall, Quantization
+from deepep_cupy.engines.gpu import combine as combining_expanded
+from deepep_cupy.engines.gpu import expand as expanding
+from deepep_cupy.engines.gpu import quantize as quantizing
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.engines.gpu.routing import Received as Tokens
+from deepep_cupy.protocol.headers import LayoutFlag
 from deepep_cupy.reference import quantize
 from deepep_cupy.reference.combine import _Copies
 from engine_fakes import Array, Launch, Turn, make_core

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.kernels.source import flatten
-from deepep_cupy.plan.headers import dtype_code
-from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.engines.gpu.grid import access_bytes
+from deepep_cupy.jit.source import flatten
+from deepep_cupy.protocol.headers import dtype_code
 from deepep_cupy.reference import quantize
 from deepep_cupy.reference.combine import _Copies
 from local_ranks import Rank, Received, same_bits

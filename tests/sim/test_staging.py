@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepep_cupy.plan.launch import access_bytes
+from deepep_cupy.engines.gpu.grid import access_bytes
 from local_ranks import Rank, same_bits
 
 

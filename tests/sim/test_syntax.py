@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy._resources import kernel_dir
-from deepep_cupy.kernels.registry import KERNELS
-from deepep_cupy.plan.constants import KernelShape, kernel_constants
+from deepep_cupy.engines.gpu.kernels import KERNELS
+from deepep_cupy.protocol.constants import KernelShape, kernel_constants
 from simulator.build import SIM, check_syntax, kernel_text
 
 SHAPES = {

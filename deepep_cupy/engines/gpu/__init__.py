@@ -1,1 +1,1 @@
-"""Parts of the CUDA engine: arrays in, kernels ready to launch, what kernels report."""
+"""The GPU engine: CuPy arrays, one kernel per operation and rank."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepep_cupy.plan.layout import ControlLayout
-from deepep_cupy.plan.spec import BufferSpec, pool_bytes_hint
-from deepep_cupy.transport.cuda_ipc import CupyEvents, PoolArrays, open_region
-from deepep_cupy.transport.group import Group
-from deepep_cupy.transport.pool import Pool
+from deepep_cupy.memory.cuda_ipc import CupyEvents, PoolArrays, open_region
+from deepep_cupy.memory.pool import Pool
+from deepep_cupy.protocol.control_block import ControlLayout
+from deepep_cupy.protocol.sizes import BufferSpec, pool_bytes_hint
+from deepep_cupy.ranks.group import Group
 
 __all__ = ["SymmetricMemory", "epoch_after"]
 

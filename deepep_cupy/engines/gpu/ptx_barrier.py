@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.engines.gpu.ptx_modules import PtxEntry, get_module, load_entry
 from deepep_cupy.errors import ContractError
-from deepep_cupy.kernels.compile import Loaded
-from deepep_cupy.kernels.launch import Driver, Launch
-from deepep_cupy.kernels.ptx_module import PtxEntry, get_module, load_entry
-from deepep_cupy.kernels.registry import get_kernel
+from deepep_cupy.jit.compile import Loaded
+from deepep_cupy.jit.launch import Driver, Launch
 
 __all__ = ["PtxBarrier", "ptx_barrier_values"]
 

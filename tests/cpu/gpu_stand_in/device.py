@@ -131,7 +131,7 @@ class Event:
 
 
 class Events:
-    """``transport.reclaim.EventSource``, and the event itself as CupyEvents has it."""
+    """``memory.stream_clock.EventSource``, and the event itself as CupyEvents has it."""
 
     class Recorded:
         def __init__(self, event):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deepep_cupy.plan.launch import GridPlan
-from deepep_cupy.plan.layout import ControlLayout, ReportLayout
-from deepep_cupy.plan.spec import BufferSpec
-from deepep_cupy.transport.cuda_ipc import PoolArrays
-from deepep_cupy.transport.pool import Pool
+from deepep_cupy.engines.gpu.grid import GridPlan
+from deepep_cupy.memory.cuda_ipc import PoolArrays
+from deepep_cupy.memory.pool import Pool
+from deepep_cupy.protocol.control_block import ControlLayout, ReportLayout
+from deepep_cupy.protocol.sizes import BufferSpec
 from gpu_stand_in import cupy_like
 from gpu_stand_in import device as d
 from gpu_stand_in.kernels import Kernels, World
@@ -64,12 +64,11 @@ class Rank:
     """One rank's engine: ``core``, ``dispatcher``, ``combiner``; made in its own thread."""
 
     def __init__(self, world, spec):
-        from deepep_cupy.engines.gpu import order
-        from deepep_cupy.engines.gpu.combining import Combiner
-        from deepep_cupy.engines.gpu.core import Core
-        from deepep_cupy.engines.gpu.dispatching import Dispatcher
-        from deepep_cupy.engines.gpu.news import News
-        from deepep_cupy.engines.gpu.report import Report
+        from deepep_cupy.engines.gpu import operation as order
+        from deepep_cupy.engines.gpu.combine import Combiner
+        from deepep_cupy.engines.gpu.dispatch import Dispatcher
+        from deepep_cupy.engines.gpu.failures import News, Report
+        from deepep_cupy.engines.gpu.operation import Core
 
         rank = spec.rank
         d.set_device(d.Device(rank))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from deepep_cupy.plan.headers import DTYPE_CODES, OFFSET_UNIT, SCALE_CODES
+from deepep_cupy.protocol.headers import DTYPE_CODES, OFFSET_UNIT, SCALE_CODES
 from deepep_cupy.reference import quantize
 from gpu_stand_in.memory import at
 

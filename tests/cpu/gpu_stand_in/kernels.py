@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deepep_cupy.engines.gpu.report import REFUSED
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.kernels.spec import Struct
-from deepep_cupy.plan.headers import (
+from deepep_cupy.engines.gpu.failures import REFUSED
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.jit.spec import Struct
+from deepep_cupy.protocol.control_block import RECORD_HEAD
+from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
     OFFSET_UNIT,
@@ -24,7 +25,6 @@ from deepep_cupy.plan.headers import (
     LayoutFlag,
     RefusalCode,
 )
-from deepep_cupy.plan.layout import RECORD_HEAD
 from deepep_cupy.reference import quantize
 from gpu_stand_in import device as d
 from gpu_stand_in import expanding, staging

@@ -7,13 +7,13 @@ import struct
 
 import pytest
 
+from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.engines.gpu.ptx_barrier import ptx_barrier_values
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.ptx_module import get_module
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.constants import KernelShape, kernel_constants
-from deepep_cupy.plan.headers import WORDS, Kind
-from deepep_cupy.plan.layout import RECORD_HEAD, ControlLayout, ReportLayout
+from deepep_cupy.engines.gpu.ptx_modules import get_module
+from deepep_cupy.jit.launch import Packed
+from deepep_cupy.protocol.constants import KernelShape, kernel_constants
+from deepep_cupy.protocol.control_block import RECORD_HEAD, ControlLayout, ReportLayout
+from deepep_cupy.protocol.headers import WORDS, Kind
 from ptx_machine.program import Program, load_bytes, store_bytes
 from ptx_machine.world import BOARD, REGION, REPORTS, World
 
@@ -37,7 +37,7 @@ def program(flavor, num_ranks, text=TEXT):
     if flavor == "ptx":
         return Program(text)
     pytest.importorskip("cupy", reason="the twin's PTX needs CuPy and NVRTC")
-    from deepep_cupy.kernels import kernel_ptx
+    from deepep_cupy.engines.gpu.kernels import kernel_ptx
 
     wanted = shape(num_ranks)
     return Program(

@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/arithmetic.cuh.
+// Host form of cuda/asm/arithmetic.cuh.
 #include "asm/types.cuh"
 
 DEVICE f32 abs_f32(f32 value) { return __builtin_fabsf(value); }

@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/bulk.cuh.
+// Host form of cuda/asm/bulk.cuh.
 #include "asm/types.cuh"
 
 DEVICE u32 shared_address(const void* p) {

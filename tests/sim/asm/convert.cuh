@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/convert.cuh: the same bits, NaN payloads included.
+// Host form of cuda/asm/convert.cuh: the same bits, NaN payloads included.
 #include "asm/types.cuh"
 
 DEVICE f32 bits_to_f32(u32 bits) { return __builtin_bit_cast(f32, bits); }

@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/memory.cuh.
+// Host form of cuda/asm/memory.cuh.
 #include "asm/types.cuh"
 
 constexpr auto kWeak = sim::Order::weak;

@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/thread.cuh.
+// Host form of cuda/asm/thread.cuh.
 #include "asm/types.cuh"
 
 constexpr u32 kFullWarp = 0xffffffffu;

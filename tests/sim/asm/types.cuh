@@ -1,5 +1,5 @@
 #pragma once
-// Host form of kernels/cuda/asm/types.cuh.
+// Host form of cuda/asm/types.cuh.
 #include "engine/device.h"
 
 using u8 = unsigned char;

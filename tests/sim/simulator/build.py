@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepep_cupy.kernels.source import generate
-from deepep_cupy.kernels.spec import KernelSpec
+from deepep_cupy.jit.source import generate
+from deepep_cupy.jit.spec import KernelSpec
 
 SIM = Path(__file__).resolve().parent.parent
 ENGINE = SIM / "engine"

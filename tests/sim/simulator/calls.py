@@ -10,9 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, Refusal, dtype_code
-from deepep_cupy.plan.launch import access_bytes
-from deepep_cupy.plan.layout import align
+from deepep_cupy.engines.gpu.grid import access_bytes
+from deepep_cupy.protocol.control_block import align
+from deepep_cupy.protocol.headers import OFFSET_UNIT, Kind, Layout, Refusal, dtype_code
 from deepep_cupy.reference import DispatchResult, combine
 from simulator.machine import Use
 from simulator.world import Call, World

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from deepep_cupy.plan.headers import dtype_code
+from deepep_cupy.protocol.headers import dtype_code
 from deepep_cupy.reference import quantize
 
 Array = np.ndarray[Any, Any]

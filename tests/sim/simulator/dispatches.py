@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag, dtype_code
-from deepep_cupy.plan.launch import access_bytes
-from deepep_cupy.plan.layout import align
+from deepep_cupy.engines.gpu.grid import access_bytes
+from deepep_cupy.protocol.control_block import align
+from deepep_cupy.protocol.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag, dtype_code
 from deepep_cupy.reference import DispatchResult, dispatch
 from simulator.calls import Array, Handle, Rng, Routing, Ways, check_poison, compare, equal
 from simulator.casts import Cast

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from deepep_cupy.kernels.spec import KernelSpec, Param
+from deepep_cupy.jit.spec import KernelSpec, Param
 from simulator.build import build_kernel, entry_text, kernel_text
 from simulator.machine import Fault, Loads, Machine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deepep_cupy.plan.headers import Refusal, RefusalCode
+from deepep_cupy.protocol.headers import Refusal, RefusalCode
 from simulator import calls
 from simulator.calls import Array, Handle, Routing, Ways
 from simulator.casts import HIDDEN, random_cast

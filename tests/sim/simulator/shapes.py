@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.constants import SHARED_HEAD, KernelShape, kernel_constants
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.protocol.constants import SHARED_HEAD, KernelShape, kernel_constants
 from simulator.build import build_kernel, entry_text, kernel_text
 
 MAX_ROW_BYTES = 384

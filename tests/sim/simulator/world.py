@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from deepep_cupy.kernels.launch import Packed
-from deepep_cupy.kernels.registry import get_kernel
-from deepep_cupy.plan.headers import OFFSET_UNIT, Kind, Refusal, RefusalCode
-from deepep_cupy.plan.layout import (
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.jit.launch import Packed
+from deepep_cupy.protocol.control_block import (
     MAX_BLOCKS,
     NUM_RECORDS,
     RECORD_HEAD,
@@ -25,7 +24,8 @@ from deepep_cupy.plan.layout import (
     ReportLayout,
     align,
 )
-from deepep_cupy.transport.board import LINE_BYTES
+from deepep_cupy.protocol.headers import OFFSET_UNIT, Kind, Refusal, RefusalCode
+from deepep_cupy.ranks.abort_board import LINE_BYTES
 from simulator.machine import Fault, Machine, Use
 from simulator.shapes import Edit, Shape, library
 

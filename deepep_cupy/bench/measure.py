@@ -1,0 +1,310 @@
+"""Times of calls, of ceilings and of NCCL, as rows of a table."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepep_cupy.bench.ceilings import Ceiling, CeilingKernel
+from deepep_cupy.bench.modes import Mode
+from deepep_cupy.bench.nccl import NcclExchange, Routes
+from deepep_cupy.bench.timing import CudaTimer, HostTimer, Timer, slowest
+from deepep_cupy.bench.workload import Load, Ranks, graph_calls
+from deepep_cupy.errors import DeepEPCupyError
+
+__all__ = [
+    "Bytes",
+    "Measurement",
+    "Meter",
+    "Rates",
+    "bytes_of",
+    "ceilings_of",
+    "count_ceilings",
+    "floor_of",
+    "measure_load",
+    "measure_nccl",
+]
+
+Step = Callable[[str], None]
+_FLUSHES = 3
+"""Writes of 256 MB before a call: together longer than the Python of any call."""
+_HOST_CALLS = 20
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """One line of the table. Times are medians in microseconds, of the slowest rank.
+
+    Attributes:
+        what: Name of the mode, the ceiling or the baseline.
+        kind: ``"call"``, ``"ceiling"`` or ``"baseline"``.
+        operation: ``"dispatch"``, ``"combine"`` or ``"roundtrip"``.
+        num_sms: Blocks; None where that has no meaning.
+        num_tokens: T.
+        us: Between two events; on the host engine by the host's clock.
+        graph_us: Of one call of those in a graph.
+        host_us: That the host spends in the call.
+        wire_bytes: Over the busiest link, in its busier direction.
+        logical_bytes: Of all rows that the busiest rank receives, its own included.
+        floor_us: What the ceilings of the same run take for these bytes.
+        note: What went wrong, if anything did.
+    """
+
+    what: str
+    kind: str
+    operation: str
+    num_sms: int | None
+    num_tokens: int
+    us: float
+    graph_us: float | None = None
+    host_us: float | None = None
+    wire_bytes: int = 0
+    logical_bytes: int = 0
+    floor_us: float | None = None
+    note: str = ""
+
+    @property
+    def wire_gb_s(self) -> float:
+        """Over that link."""
+        return self.wire_bytes / self.us / 1e3
+
+    @property
+    def logical_gb_s(self) -> float:
+        """Into that rank."""
+        return self.logical_bytes / self.us / 1e3
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the ceiling that is reached: 1 is as fast as bare copies."""
+        return None if self.floor_us is None else self.floor_us / self.us
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with all that follows from the rest."""
+        more = {"wire_gb_s": self.wire_gb_s, "logical_gb_s": self.logical_gb_s}
+        return asdict(self) | more | {"ratio": self.ratio}
+
+
+class Meter:
+    """Clocks. All ranks time the same calls together.
+
+    Args:
+        ranks: The ranks, settled.
+        repeats: Calls that a median is taken of.
+    """
+
+    def __init__(self, ranks: Ranks, repeats: int = 20) -> None:
+        self._ranks, self._repeats = ranks, repeats
+        self._timer: Timer = CudaTimer(flushes=_FLUSHES) if ranks.gpu else HostTimer()
+
+    def events(self, call: Callable[[], Any], barrier: Callable[[], Any]) -> float:
+        """Microseconds between two events round the call (host engine: by its clock)."""
+        timing = self._timer.measure(call, repeats=self._repeats, barrier=barrier)
+        return slowest(timing, self._ranks.comm.allgather)
+
+    def graph(
+        self, call: Callable[[], Any], barrier: Callable[[], Any], calls: int
+    ) -> tuple[float, str]:
+        """Microseconds of one of the calls in a graph, and why there are none (then 0)."""
+        timer = self._timer
+        if not isinstance(timer, CudaTimer):
+            return 0.0, "the host engine has no graphs"
+        trouble, captured = "", None
+        try:
+            captured = timer.capture(call, calls=calls, barrier=barrier)
+        except (DeepEPCupyError, RuntimeError) as error:
+            trouble = f"no graph: {error}"
+        every = self._ranks.comm.allgather(trouble)
+        if captured is None or any(every):
+            return 0.0, next(said for said in every if said)
+        timing = timer.replay(captured, repeats=self._repeats, barrier=barrier)
+        return slowest(timing, self._ranks.comm.allgather), ""
+
+    def host(self, call: Callable[[], Any]) -> float:
+        """Microseconds the host spends in a call, the GPU being idle when it begins."""
+        times = []
+        for _ in range(_HOST_CALLS):
+            self._ranks.synchronize()
+            self._ranks.comm.Barrier()
+            begin = time.perf_counter()
+            result = call()
+            times.append(1e6 * (time.perf_counter() - begin))
+            del result
+        self._ranks.synchronize()
+        return self._ranks.most(statistics.median(times))
+
+
+# ------------------------------------------------------------------------------------- ceilings
+
+Rates = dict[tuple[str, str, int], float]
+"""(way, ceiling, bytes of a row) → bytes a microsecond. Ways are ``there`` and ``back``, ceilings
+``push``, ``pull`` and ``local``."""
+
+_WAYS = {"dispatch": ("there",), "combine": ("back",), "roundtrip": ("there", "back")}
+
+
+def ceilings_of(
+    load: Load, modes: Iterable[Mode], kernel: CeilingKernel, meter: Meter, step: Step
+) -> tuple[list[Measurement], Rates]:
+    """The bare copies for these modes, at the SMs of the load's Buffer. Collective."""
+    bench, rates = load.bench, Rates()
+    found: list[Measurement] = []
+    modes = list(modes)
+    ways = [way for way in ("there", "back") if any(way in _WAYS[mode.operation] for mode in modes)]
+    sizes = sorted({bench.shape.row_bytes(mode) for mode in modes}, reverse=True)
+    for way, size in ((way, size) for way in ways for size in sizes):
+        traffic = load.traffic if way == "there" else load.traffic.reversed
+        region, sms = bench.core.memory.region, bench.num_sms or 1
+        ceiling = Ceiling(kernel, bench.ranks.comm, bench.buffer, region, traffic, size, sms)
+        ceiling.check()
+        for name, call in ceiling.calls.items():
+            label = f"ceiling: {name}{f' {way}' * (len(ways) > 1)}"
+            label += f", rows of {size} B" * (size != sizes[0])
+            step(label)
+            us, nbytes = meter.events(call, bench.buffer.barrier), ceiling.nbytes[name]
+            rates[way, name, size] = nbytes / us
+            found.append(
+                Measurement(
+                    what=label,
+                    kind="ceiling",
+                    operation=modes[0].operation,
+                    num_sms=bench.num_sms,
+                    num_tokens=load.num_tokens,
+                    us=us,
+                    wire_bytes=0 if name == "local" else nbytes,
+                    logical_bytes=nbytes if name == "local" else 0,
+                )
+            )
+        del ceiling  # its boxes are free before the next ones are made
+    return found, rates
+
+
+def count_ceilings(modes: Iterable[Mode]) -> int:
+    """How many there are at most: steps of a progress bar."""
+    modes = list(modes)
+    ways = {way for mode in modes for way in _WAYS[mode.operation]}
+    return 3 * len(ways) * len({mode.one_byte for mode in modes})
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a call moves: over the busiest link, into the busiest rank, and within its GPU."""
+
+    wire: int
+    logical: int
+    local: int
+
+
+def bytes_of(load: Load, mode: Mode) -> dict[str, Bytes]:
+    """For the way ``there`` and the way ``back``, as far as the mode goes them.
+
+    Bytes within a GPU count where they may bound the call: where nothing crosses a link, and in
+    the expanded layout, whose rows are written (dispatch), or read and their sums written
+    (combine), by the receiver.
+    """
+    size = load.bench.shape.row_bytes(mode)
+    found = {}
+    for way in _WAYS[mode.operation]:
+        exact = mode.operation == "combine" and "expand" in mode.features
+        rows = load.choices if exact else load.traffic
+        wire = (rows if way == "there" else rows.reversed).wire_rows * size
+        logical = (rows if way == "there" else rows.reversed).logical_rows * size
+        local = 0
+        if mode.expanded and not exact:
+            local = load.choices.logical_rows * size
+            if way == "back":
+                local = (local + load.traffic.logical_rows * size) // 2
+            else:
+                logical = local
+        elif wire == 0:
+            local = logical
+        found[way] = Bytes(wire, logical, local)
+    return found
+
+
+def floor_of(moved: dict[str, Bytes], rates: Rates, size: int) -> float | None:
+    """Microseconds that the ceilings take for it; None where there are none."""
+    total = 0.0
+    for way, each in moved.items():
+        name = "push" if way == "there" else "pull"
+        link, local = rates.get((way, name, size)), rates.get((way, "local", size))
+        if local is None or (each.wire and link is None):
+            return None
+        total += max(each.wire / link if link else 0.0, each.local / local)
+    return total
+
+
+# ---------------------------------------------------------------------------------------- calls
+
+
+def measure_load(
+    load: Load, modes: Iterable[Mode], meter: Meter, rates: Rates, step: Step
+) -> list[Measurement]:
+    """The calls of these modes, each checked before and after. Collective."""
+    bench, found = load.bench, []
+    for mode in modes:
+        step(f"{mode.operation} {mode.name}")
+        call, barrier = load.prepare(mode), bench.buffer.barrier
+        load.check(mode, call())
+        us = meter.events(call, barrier)
+        graph_us, note = 0.0, ""
+        if mode.capturable and bench.ranks.gpu:
+            graph_us, note = meter.graph(call, barrier, graph_calls(mode, load.num_tokens))
+        host_us = meter.host(call) if bench.ranks.gpu else None
+        load.check(mode, call())
+        moved = bytes_of(load, mode)
+        found.append(
+            Measurement(
+                what=mode.name,
+                kind="call",
+                operation=mode.operation,
+                num_sms=bench.num_sms,
+                num_tokens=load.num_tokens,
+                us=us,
+                graph_us=graph_us or None,
+                host_us=host_us,
+                wire_bytes=sum(each.wire for each in moved.values()),
+                logical_bytes=sum(each.logical for each in moved.values()),
+                floor_us=floor_of(moved, rates, bench.shape.row_bytes(mode)),
+                note=note,
+            )
+        )
+    return found
+
+
+def measure_nccl(
+    load: Load, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
+) -> Measurement:
+    """The same rows by NCCL, checked before. Collective."""
+    bench, ranks = load.bench, load.ranks
+    step("NCCL")
+    routes = Routes(ranks.down(load.handle.send_row), load.traffic, ranks.rank)
+    exchange = NcclExchange(connection, load.x, routes)
+    load.check_rows("NCCL", exchange.dispatch())
+    load.check_sums("NCCL", exchange.combine(load.inside))
+    calls: dict[str, tuple[str, Callable[[], Any]]] = {
+        "dispatch": ("NCCL: pack, send/recv", exchange.dispatch),
+        "combine": ("NCCL: send/recv, scatter", lambda: exchange.combine(load.inside)),
+        "roundtrip": (
+            "NCCL: pack, send/recv, scatter",
+            lambda: exchange.combine(exchange.dispatch()),
+        ),
+    }
+    what, call = calls[operation]
+    us = meter.events(call, bench.buffer.barrier)
+    base = "pool" if operation == "combine" else "cached"
+    moved = bytes_of(load, Mode(operation, base))
+    return Measurement(
+        what=what,
+        kind="baseline",
+        operation=operation,
+        num_sms=None,
+        num_tokens=load.num_tokens,
+        us=us,
+        host_us=meter.host(call),
+        wire_bytes=sum(each.wire for each in moved.values()),
+        logical_bytes=sum(each.logical for each in moved.values()),
+        floor_us=floor_of(moved, rates, bench.shape.row_bytes()),
+    )

@@ -1,0 +1,236 @@
+// combine_bulk: combine with the bulk copy engine of SM 90 and later.
+//
+// A unit of work is one piece of one token's row. Each warp has two sets of slots, one slot a rank
+// in each: while the pieces of one unit are being added, those of the next are on their way. The
+// lane whose number is a rank's starts that rank's load, so that a unit costs one pass of address
+// arithmetic, whatever the number of its sources. Pieces of few tokens spread over many warps.
+// Rows and bases are multiples of 16 bytes.
+#include "asm/types.cuh"
+#include "generated/prelude.cuh"
+#include "asm/bulk.cuh"
+#include "combine/rows.cuh"
+#include "common/bulk_wait.cuh"
+
+constexpr int kSets = 2;
+constexpr int kLaneWords = (kCombinePieceBytes + 511) / 512;  // 16-byte words a lane adds
+
+struct Shared {
+    CommShared comm;
+    u64 loaded[kNumWarps][kSets];
+    alignas(128) u8 slot[kNumWarps][kSets][kNumRanks][kCombinePieceBytes];
+};
+static_assert(sizeof(Shared) <= kCombineBulkSharedBytes,
+              "SHARED_HEAD in protocol/constants.py is small");
+
+// ---- units ----
+
+struct Unit {
+    u32 token;  // >= num_tokens: no more work
+    u32 piece;
+    u32 row;    // this lane's row of the token
+};
+
+// Units are dealt to the warps of the grid in turn: unit number = token * pieces + piece.
+struct Deal {
+    u32 pieces;       // a row
+    u32 token_step;   // what one turn adds to a unit's token and piece
+    u32 piece_step;
+};
+
+DEVICE Deal deal_of(const CombineCommon& d) {
+    u32 pieces = (d.row_bytes + kCombinePieceBytes - 1) / kCombinePieceBytes;
+    u32 warps = num_blocks() * kNumWarps;
+    return {pieces, warps / pieces, warps % pieces};
+}
+
+DEVICE void find_row(const CombineCommon& d, Unit& unit) {
+    unit.row = unit.token < d.num_tokens ? row_of_lane(d, unit.token) : ~0u;
+}
+
+DEVICE Unit first_unit(const CombineCommon& d, const Deal& deal) {
+    u32 number = warp_index() * num_blocks() + block_index();
+    Unit unit = {number / deal.pieces, number % deal.pieces, ~0u};
+    find_row(d, unit);
+    return unit;
+}
+
+DEVICE Unit unit_after(const CombineCommon& d, const Deal& deal, const Unit& unit) {
+    Unit next = {unit.token + deal.token_step, unit.piece + deal.piece_step, ~0u};
+    if (next.piece >= deal.pieces) {
+        next.piece -= deal.pieces;
+        ++next.token;
+    }
+    find_row(d, next);
+    return next;
+}
+
+DEVICE u32 unit_bytes(const CombineCommon& d, const Unit& unit) {
+    u32 rest = d.row_bytes - unit.piece * kCombinePieceBytes;
+    return rest < kCombinePieceBytes ? rest : kCombinePieceBytes;
+}
+
+// ---- loads ----
+
+// Starts the loads of a unit: lane r the one from rank r. All lanes call it.
+DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
+                        u32 set) {
+    u32 warp = warp_index();
+    u32 ranks = warp_ballot(unit.row != ~0u);
+    if (ranks == 0u) return;
+    u32 bytes = unit_bytes(d, unit);
+    if (lane_index() == 0) {
+        mbarrier_arrive_expect_bytes(&s.loaded[warp][set], bytes * count_bits(ranks));
+    }
+    warp_barrier();
+    if (unit.row != ~0u) {
+        u32 rank = lane_index();
+        bulk_load(s.slot[warp][set][rank],
+                  rows_of_rank(c, s.comm, d, rank) + static_cast<u64>(unit.row) * d.row_bytes +
+                      unit.piece * kCombinePieceBytes,
+                  bytes, &s.loaded[warp][set]);
+    }
+}
+
+// ---- sums ----
+
+template <class Number>
+struct PieceSum {
+    typename Number::Sum word[kLaneWords];
+};
+
+// Adds one term to the sum, 16-byte word by word; `first` takes it as it is. Source: a functor
+// from the number of a word to its value.
+template <class Number, class Source>
+DEVICE void add_term(PieceSum<Number>& sum, u32 words, bool first, const Source& source) {
+    UNROLL
+    for (int i = 0; i < kLaneWords; ++i) {
+        u32 word = 32u * i + lane_index();
+        if (word >= words) continue;
+        Vec16 term = source.read(word);
+        if (first) {
+            sum.word[i] = Number::widen(term);
+        } else {
+            Number::add(sum.word[i], term);
+        }
+    }
+}
+
+struct BiasSource {
+    const u8* piece;
+    DEVICE_METHOD Vec16 read(u32 word) const { return read_local(piece + word * 16u); }
+};
+struct SlotSource {
+    const u8* slot;
+    DEVICE_METHOD Vec16 read(u32 word) const { return ld_shared_v4(slot + word * 16u); }
+};
+
+template <class Number>
+DEVICE void store_sum(const CombineCommon& d, u64 offset, u32 words, bool empty,
+                      const PieceSum<Number>& sum) {
+    u8* out = d.out + offset;
+    UNROLL
+    for (int i = 0; i < kLaneWords; ++i) {
+        u32 word = 32u * i + lane_index();
+        if (word >= words) continue;
+        Vec16 value = {{0, 0, 0, 0}};
+        if (!empty) value = Number::narrow(sum.word[i]);
+        write_local(out + word * 16u, value);
+    }
+}
+
+// Adds up one unit: biases in order, then ranks in ascending order. Returns false when a load
+// did not come.
+template <class Number>
+DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
+                     u32 set, u32& phases) {
+    u32 warp = warp_index();
+    u32 words = unit_bytes(d, unit) / 16u;
+    u64 offset =
+        static_cast<u64>(unit.token) * d.row_bytes + unit.piece * kCombinePieceBytes;
+    PieceSum<Number> sum;
+    bool first = true;
+    NO_UNROLL
+    for (int bias = 0; bias < 2; ++bias) {
+        if (d.bias[bias] == nullptr) continue;
+        add_term<Number>(sum, words, first, BiasSource{d.bias[bias] + offset});
+        first = false;
+    }
+    u32 ranks = warp_ballot(unit.row != ~0u);
+    if (ranks != 0u) {
+        if (!wait_loaded(c, s.comm, &s.loaded[warp][set], phases >> set & 1u)) return false;
+        phases ^= 1u << set;
+        NO_UNROLL
+        for (; ranks != 0u; ranks &= ranks - 1u) {
+            add_term<Number>(sum, words, first, SlotSource{s.slot[warp][set][lowest_bit(ranks)]});
+            first = false;
+        }
+        // The lanes' reads of these slots precede the engine's next writes to them: a proxy fence
+        // in each lane that read, then the warp barrier before the lanes that start the loads.
+        fence_proxy_async_shared();
+    }
+    warp_barrier();
+    store_sum<Number>(d, offset, words, first, sum);
+    return true;
+}
+
+// ---- one warp's work ----
+
+// Where a warp begins. Made before the ranks have agreed: it only reads this rank's handle.
+struct Start {
+    Deal deal;
+    Unit first;
+    Unit second;
+};
+DEVICE Start start_of(const CombineCommon& d) {
+    Start start;
+    start.deal = deal_of(d);
+    start.first = first_unit(d, start.deal);
+    start.second = unit_after(d, start.deal, start.first);
+    return start;
+}
+
+struct AddTokens {
+    const CommParams& c;
+    const CombineCommon& d;
+    Shared& s;
+    const Start& start;
+
+    template <class Number>
+    DEVICE_METHOD void run() const {
+        // The peers wrote their rows with ordinary stores, which this block acquired with their
+        // headers; this orders the engine's loads behind that.
+        fence_proxy_async_global();
+        const Deal& deal = start.deal;
+        Unit unit = start.first;
+        Unit next = start.second;
+        start_loads(c, d, s, unit, 0);
+        start_loads(c, d, s, next, 1);
+        u32 phases = 0;
+        for (u32 set = 0; unit.token < d.num_tokens; set ^= 1u) {
+            // The row numbers of the unit after next arrive while this one is being added.
+            Unit later = unit_after(d, deal, next);
+            if (d.has_weights != 0u && unit.piece == 0) {
+                combine_weights(c, s.comm, d, unit.token, unit.row);
+            }
+            if (!add_unit<Number>(c, d, s, unit, set, phases)) return;
+            start_loads(c, d, s, later, set);
+            unit = next;
+            next = later;
+        }
+    }
+};
+
+KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
+    Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
+    Start start = start_of(p.d);
+    if (lane_index() == 0) {
+        for (int set = 0; set < kSets; ++set) mbarrier_init(&s.loaded[warp_index()][set], 1);
+        fence_mbarrier_init();
+    }
+    if (fills_header()) fill_header(p.comm, s.comm, p.d);
+    Verdict verdict = enter(p.comm, s.comm, entry);
+    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
+    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s, start});
+    finish(p.comm, s.comm, p.d, verdict);
+}

@@ -1,0 +1,214 @@
+// combine_expanded: each rank fetches all copies its tokens have in the expanded layout and adds
+// them up: biases, then ranks in ascending order, in a rank by ascending choice, one rounding.
+//
+// Where the copies lie is in the owners' own tables: entry [n, k] of expanded_row for the n-th
+// token that rank received. A token names an expert once, so that choice k has one copy at most:
+// lane k of the token's warp keeps its rank, its row and its weight. Ordinary loads, any row size.
+#include "asm/types.cuh"
+#include "generated/prelude.cuh"
+#include "combine/rows.cuh"
+#include "expanded/terms.cuh"
+
+struct Shared {
+    CommShared comm;
+};
+static_assert(sizeof(Shared) <= kCombineSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
+
+constexpr int kBatch = 4;  // copies whose loads are in flight together
+
+// The header of this layout. The thread that fills_header() calls it.
+DEVICE void fill_expanded(const CommParams& c, CommShared& s, const CombineExpanded& d) {
+    fill_header(c, s, d.plain);
+    s.mine[kWordWeightsOffset] = d.row_weights_offset;
+    s.mine[kWordIndexOffset] = d.index_offset;
+}
+
+// Four bytes of an array of a rank that the given header word locates.
+DEVICE u32 read_word_of_rank(const CommParams& c, const CommShared& s, u32 rank, u32 header_word,
+                             u64 entry) {
+    const u8* array = c.peer[rank] + static_cast<u64>(s.headers[rank][header_word]) * kOffsetUnit;
+    return read_peer_narrow<4>(array + entry * 4u).word[0];
+}
+
+// ---- where a token's copies are ----
+
+// Entries of all ranks' tables for choice `lane`, on their way while another token is added up.
+struct Pending {
+    u32 found[kNumRanks];
+};
+
+// row: this lane's row_of_lane().
+DEVICE Pending look_up(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 row) {
+    Pending pending;
+    UNROLL
+    for (u32 rank = 0; rank < kNumRanks; ++rank) {
+        u32 there = warp_shuffle(row, rank);
+        pending.found[rank] = ~0u;
+        if (there != ~0u && lane_index() < d.num_topk) {
+            u64 entry = static_cast<u64>(there) * d.num_topk + lane_index();
+            pending.found[rank] = read_word_of_rank(c, s, rank, kWordIndexOffset, entry);
+        }
+    }
+    return pending;
+}
+
+struct Copy {
+    u32 rank;  // ~0: choice `lane` has no copy
+    u32 row;
+};
+DEVICE Copy settle(const Pending& pending) {
+    Copy copy = {~0u, 0u};
+    UNROLL
+    for (u32 rank = 0; rank < kNumRanks; ++rank) {
+        if (pending.found[rank] != ~0u) copy = {rank, pending.found[rank]};
+    }
+    return copy;
+}
+
+// Goes through the copies in the order of their addition. All lanes call it and agree.
+struct Cursor {
+    u32 rank;
+    u32 choices;  // of this rank, still to come
+};
+DEVICE u32 next_choice(Cursor& cursor, const Copy& copy) {
+    while (cursor.choices == 0u) {
+        ++cursor.rank;
+        cursor.choices = warp_ballot(copy.rank == cursor.rank);
+    }
+    u32 choice = lowest_bit(cursor.choices);
+    cursor.choices &= cursor.choices - 1u;
+    return choice;
+}
+
+// ---- adding ----
+
+// Starts the sums of a chunk of a row with the biases. Returns whether there was none.
+template <class Number, int kBytes, int kUnroll>
+DEVICE bool add_biases(const CombineCommon& d, u32 token, u32 begin, u32 units,
+                       typename Number::Sum (&sum)[kUnroll]) {
+    UNROLL
+    for (int i = 0; i < kUnroll; ++i) sum[i] = Number::widen(Vec16{{0, 0, 0, 0}});
+    bool first = true;
+    UNROLL
+    for (int b = 0; b < 2; ++b) {
+        if (d.bias[b] == nullptr) continue;
+        const u8* source = d.bias[b] + static_cast<u64>(token) * d.row_bytes;
+        UNROLL
+        for (int i = 0; i < kUnroll; ++i) {
+            u32 unit = begin + 32u * i + lane_index();
+            if (unit >= units) continue;
+            Vec16 term = read_local_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
+            if (first) {
+                sum[i] = Number::widen(term);
+            } else {
+                Number::add(sum[i], term);
+            }
+        }
+        first = false;
+    }
+    return first;
+}
+
+template <class Number, int kBytes>
+DEVICE void add_copies(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 token,
+                       const Copy& copy, f32 weight) {
+    constexpr int kUnroll = kBytes < 16 ? 1 : 2;
+    u32 number = count_bits(warp_ballot(copy.rank != ~0u));
+    u32 units = d.row_bytes / kBytes;
+    u8* out = d.out + static_cast<u64>(token) * d.row_bytes;
+    for (u32 begin = 0; begin < units; begin += 32u * kUnroll) {
+        typename Number::Sum sum[kUnroll];
+        bool first = add_biases<Number, kBytes, kUnroll>(d, token, begin, units, sum);
+        Cursor cursor = {~0u, 0u};
+        for (u32 done = 0; done < number; done += kBatch) {
+            // The loads of a batch first, so that they overlap; then the sums, in order.
+            Vec16 piece[kBatch][kUnroll];
+            f32 factor[kBatch];
+            UNROLL
+            for (int j = 0; j < kBatch; ++j) {
+                if (done + j >= number) continue;
+                u32 choice = next_choice(cursor, copy);
+                u64 row = warp_shuffle(copy.row, choice);
+                factor[j] = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
+                const u8* source = rows_of_rank(c, s, d, cursor.rank) + row * d.row_bytes;
+                UNROLL
+                for (int i = 0; i < kUnroll; ++i) {
+                    u32 unit = begin + 32u * i + lane_index();
+                    if (unit >= units) continue;
+                    piece[j][i] =
+                        read_peer_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
+                }
+            }
+            UNROLL
+            for (int j = 0; j < kBatch; ++j) {
+                if (done + j >= number) continue;
+                UNROLL
+                for (int i = 0; i < kUnroll; ++i) {
+                    if (begin + 32u * i + lane_index() >= units) continue;
+                    Terms<Number>::add(sum[i], piece[j][i], factor[j], first);
+                }
+                first = false;
+            }
+        }
+        UNROLL
+        for (int i = 0; i < kUnroll; ++i) {
+            u32 unit = begin + 32u * i + lane_index();
+            if (unit >= units) continue;
+            write_narrow<kBytes>(out + static_cast<u64>(unit) * kBytes, Number::narrow(sum[i]));
+        }
+    }
+}
+
+// combined_weights[token][k] = the weight of the copy of choice k, bit for bit; +0 without one.
+DEVICE void gather_weights(const CommParams& c, const CommShared& s, const CombineCommon& d,
+                           u32 token, const Copy& copy) {
+    if (lane_index() >= d.num_topk) return;
+    u32 bits = 0;
+    if (copy.rank != ~0u) bits = read_word_of_rank(c, s, copy.rank, kWordMetaOffset, copy.row);
+    st_u32(d.combined_weights + static_cast<u64>(token) * d.num_topk + lane_index(), bits);
+}
+
+struct AddTokens {
+    const CommParams& c;
+    const CommShared& s;
+    const CombineExpanded& d;
+
+    DEVICE_METHOD u32 row_of_token(u64 token) const {
+        return token < d.plain.num_tokens ? row_of_lane(d.plain, static_cast<u32>(token)) : ~0u;
+    }
+
+    template <class Number>
+    DEVICE_METHOD void run() const {
+        // Two steps ahead the tokens' received numbers are read, one step ahead the tables.
+        u64 stride = token_stride();
+        u32 row = row_of_token(first_token());
+        Pending pending = look_up(c, s, d.plain, row);
+        row = row_of_token(first_token() + stride);
+        for (u32 token = first_token(); token < d.plain.num_tokens; token += token_stride()) {
+            Copy copy = settle(pending);
+            pending = look_up(c, s, d.plain, row);
+            row = row_of_token(token + 2 * stride);
+            f32 weight = 1.0f;
+            if (d.weighted != 0u && copy.rank != ~0u) {
+                weight = bits_to_f32(
+                    read_word_of_rank(c, s, copy.rank, kWordWeightsOffset, copy.row));
+            }
+            if (d.plain.has_weights != 0u) gather_weights(c, s, d.plain, token, copy);
+            if (d.plain.access_bytes == 16) {
+                add_copies<Number, 16>(c, s, d.plain, token, copy, weight);
+            } else {
+                add_copies<Number, Number::kBytes>(c, s, d.plain, token, copy, weight);
+            }
+        }
+    }
+};
+
+KERNEL combine_expanded(const GRID_CONSTANT CombineExpandedParams p) {
+    Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
+    if (fills_header()) fill_expanded(p.comm, s.comm, p.d);
+    Verdict verdict = enter(p.comm, s.comm, entry);
+    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
+    if (verdict == kGo) with_number(p.d.plain.dtype, AddTokens{p.comm, s.comm, p.d});
+    finish(p.comm, s.comm, p.d.plain, verdict);
+}

@@ -1,0 +1,83 @@
+// dispatch: each row goes from its owner's memory straight to its final place at every receiver.
+//
+// This is the path of ordinary loads and stores: every GPU from SM 80 on, and rows or bases that
+// are no multiple of 16 bytes. One warp a row; the load of a row is shared by all destinations.
+#include "asm/types.cuh"
+#include "generated/prelude.cuh"
+#include "dispatch/deliver.cuh"
+
+struct Shared {
+    CommShared comm;
+    RouteShared route;
+};
+static_assert(sizeof(Shared) <= kDispatchSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
+
+// Copies one row to all ranks that get it. kBytes: what one lane moves at a time.
+template <int kBytes, int kUnroll>
+DEVICE void copy_row(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+                     u32 token, u32 row) {
+    const u8* source = d.x + static_cast<u64>(token) * d.row_bytes;
+    u32 units = d.row_bytes / kBytes;
+    for (u32 first = 0; first < units; first += 32u * kUnroll) {
+        // All loads of the chunk, then all stores: kUnroll loads a lane are in flight.
+        Vec16 piece[kUnroll];
+        UNROLL
+        for (int i = 0; i < kUnroll; ++i) {
+            u32 unit = first + 32u * i + lane_index();
+            if (unit < units) piece[i] = read_local_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
+        }
+        for (u32 j = 0; j < kNumRanks; ++j) {
+            u32 rank = (c.rank + 1u + j) % kNumRanks;
+            u32 there = warp_shuffle(row, rank);
+            if (there == ~0u) continue;
+            u8* target = rows_of_rank(c, comm, rank, kWordRowsOffset) +
+                         static_cast<u64>(there) * d.row_bytes;
+            UNROLL
+            for (int i = 0; i < kUnroll; ++i) {
+                u32 unit = first + 32u * i + lane_index();
+                if (unit >= units) continue;
+                u8* p = target + static_cast<u64>(unit) * kBytes;
+                if constexpr (kBytes == 16) {
+                    write_peer(p, piece[i]);
+                } else {
+                    write_narrow<kBytes>(p, piece[i]);
+                }
+            }
+        }
+    }
+}
+
+DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
+    Deal deal = begin_deal(d.num_tokens);
+    u32 token = first_token(deal);
+    if (token == kNoToken) token = next_token(c, deal);
+    for (; token != kNoToken; token = next_token(c, deal)) {
+        Place place = place_of_lane(c, d, deal, token);
+        if (warp_ballot(place.slot != ~0u) == 0u) continue;
+        u32 row = ~0u;
+        if (!find_row(c, s.comm, d, s.route, deal, token, place, row)) break;
+        send_metadata(c, s.comm, d, token, row);
+        if (d.access_bytes == 16) {
+            copy_row<16, 8>(c, s.comm, d, token, row);
+        } else if (d.access_bytes == 4) {
+            copy_row<4, 4>(c, s.comm, d, token, row);
+        } else {
+            copy_row<1, 4>(c, s.comm, d, token, row);
+        }
+    }
+    fill_tails(c, s.comm, d);
+}
+
+KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
+    Shared& s = shared_memory<Shared>();
+    Entry entry = begin_enter(p.comm);
+    if (fills_header()) fill_header(p.comm, s.comm, p.d);
+    Ahead ahead = look_ahead(p.d);
+    Verdict verdict = enter(p.comm, s.comm, entry);
+    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, ahead, [] {});
+    if (verdict == kGo) {
+        report_counts(p.comm, s.comm, p.d);
+        move_rows(p.comm, p.d, s);
+    }
+    finish(p.comm, s.comm, p.d, verdict);
+}

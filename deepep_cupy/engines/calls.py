@@ -1,0 +1,429 @@
+"""Calls as given and as checked: what the api hands to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from deepep_cupy.protocol.headers import Layout
+
+__all__ = [
+    "HERE",
+    "Array",
+    "CombineArguments",
+    "CombineCall",
+    "CombineForm",
+    "DispatchArguments",
+    "DispatchCall",
+    "DispatchForm",
+    "Event",
+    "Form",
+    "Quantization",
+    "Reduce",
+    "Routing",
+    "ScalesLayout",
+    "Signature",
+    "Streams",
+    "listed",
+]
+
+
+Array: TypeAlias = Any
+"""``numpy.ndarray`` on the host engine, ``cupy.ndarray`` on the CUDA engine."""
+
+
+ScalesLayout: TypeAlias = Literal["row", "column"]
+"""Order of received scales ``[rows, S]`` in memory: C (``row``) or Fortran (``column``)."""
+
+
+Reduce: TypeAlias = Literal["exact", "per_rank"]
+"""How a combine of the expanded layout adds the copies of a token that one rank holds."""
+
+
+class Event(Protocol):
+    """A point in the work of this rank's GPU, as ``Engine.capture`` and the operations make it."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for the point. The host does not wait."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Streams:
+    """Where an operation runs, and who waits for it. The results do not depend on it.
+
+    With a ``previous_event`` or ``async_finish`` the operation runs on the communication stream;
+    without both on the caller's current stream.
+
+    Attributes:
+        previous_event: The operation begins after this event instead of after the work of the
+            current stream; all inputs must be ready then.
+        async_finish: The current stream does not wait for the operation; the output holds an
+            event to wait for. Inputs and outputs live until then whatever the caller drops.
+        allocate_on_comm_stream: New arrays belong to the communication stream. The api has
+            checked that it comes with ``previous_event`` and ``async_finish``.
+    """
+
+    previous_event: Event | None = None
+    async_finish: bool = False
+    allocate_on_comm_stream: bool = False
+
+
+HERE = Streams()
+"""On the current stream, which waits; where the api says this, it is this very object."""
+
+
+@dataclass(eq=False, slots=True)
+class Form:
+    """What calls have in common that differ in nothing but the contents of their arrays and how
+    many rows these have. The api passes one object with all calls of a form.
+
+    Attributes:
+        plan: For the engine, to keep what it has worked out.
+    """
+
+    plan: Any = field(default=None, init=False)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How rows are cast on their way; the arithmetic is that of ``reference/quant.py``.
+
+    Attributes:
+        dtype: ``"float8_e4m3fn"``.
+        round_scale: Scales are powers of two.
+        use_ue8m0: Scales travel and arrive as packed exponents, int32; needs ``round_scale``.
+    """
+
+    dtype: str = "float8_e4m3fn"
+    round_scale: bool = False
+    use_ue8m0: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Who sent what where in one dispatch: all that a handle keeps.
+
+    A rank's *received tokens* are numbered 0..N-1 by (source rank, source token). The rows of
+    ``recv_x`` are just these, or, in the expanded layout, one row per (received token, local
+    expert it chose), sorted by (local expert, source rank, source token), where the rows of each
+    expert begin at a multiple of ``expert_alignment``.
+
+    Where the host did not wait, N stands for the worst case in all shapes (``waited`` is False),
+    and the entries behind the real ones are -1.
+
+    Attributes:
+        num_tokens: T, tokens this rank sent.
+        num_recv_tokens: N, tokens this rank received, or ``num_worst_tokens``.
+        recv_src_idx: ``[N]`` int32, token number on its source rank.
+        recv_rows_per_rank: ``[R]`` int32, tokens received from each rank.
+        send_row: ``[T, R]`` int32, number of token t among rank r's received tokens; -1: not
+            sent.
+        birth: The epoch of the dispatch; an int on the host, a device word on GPUs.
+        waited: Whether the host waited for the counts, so that N is the real number.
+        psum_recv_rows: ``[R]`` int32, inclusive sums of ``recv_rows_per_rank``; the last entry
+            is the real number of received tokens. None on an engine without ``no_wait``.
+        expert_counts: ``[El]`` int32, received tokens that chose each local expert; None without
+            choices, and on an engine without ``expert_counts``.
+        psum_expert_rows: ``[El]`` int32. Expanded: first row of the expert plus
+            ``expert_counts``. Else inclusive sums of the counts, each rounded up to
+            ``expert_alignment``. None where ``expert_counts`` is.
+        expanded_row: ``[N, K]`` int32, row of ``recv_x`` that holds the copy for choice k of
+            received token n; -1 where the choice is no expert of this rank. None where the
+            layout is not expanded.
+        num_expanded_rows: Rows of ``recv_x`` in the expanded layout: the sum of the rounded
+            counts, or, where the host did not wait, ``protocol.routing.worst_expanded_rows``.
+        expert_alignment: Of the dispatch.
+    """
+
+    num_tokens: int
+    num_recv_tokens: int
+    recv_src_idx: Array
+    recv_rows_per_rank: Array
+    send_row: Array
+    birth: Any
+    waited: bool = True
+    psum_recv_rows: Array | None = None
+    expert_counts: Array | None = None
+    psum_expert_rows: Array | None = None
+    expanded_row: Array | None = None
+    num_expanded_rows: int = 0
+    expert_alignment: int = 1
+
+    @property
+    def expanded(self) -> bool:
+        """Whether ``recv_x`` has a row per (token, local expert)."""
+        return self.expanded_row is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of ``recv_x``, and of the ``x`` that combine takes."""
+        return self.num_expanded_rows if self.expanded else self.num_recv_tokens
+
+
+@dataclass(eq=False, slots=True)
+class DispatchCall:
+    """A checked dispatch. Exactly one of topk_idx, is_token_in_rank and routing is given.
+
+    Attributes:
+        x: ``[T, H]`` rows, C-contiguous, any dtype; with ``scales`` of one byte; with
+            ``quantize`` bfloat16, float16 or float32.
+        topk_idx: ``[T, K]`` int32 or int64, or ``None``. Values are not checked yet.
+        topk_weights: ``[T, K]`` float32, or ``None``.
+        is_token_in_rank: ``[T, R]`` bool, or ``None``.
+        routing: A cached layout, or ``None``.
+        expert_alignment: Each entry of the list of counts is rounded up to a multiple of this,
+            and in the expanded layout each expert's first row is a multiple of it. With
+            ``routing``: that of the routing.
+        own: True when the results are to be ordinary memory rather than pool memory.
+        scales: ``[T, S]`` of 4-byte items (float32, int32 or uint32), any strides, or ``None``:
+            they travel bit for bit with their rows. S = ``protocol.routing.num_scales(H, packed)``.
+        scales_layout: Order of the received scales in memory.
+        quantize: Cast the rows on their way; results as with ``scales``. Never with ``scales``.
+        num_worst_tokens: ``None``: the host waits for the counts. Else the most tokens this rank
+            can receive, at most R * M; the host does not wait, arrays have this many rows (in
+            the expanded layout ``protocol.routing.worst_expanded_rows``), and every rank raises
+            where some rank would receive more (header word ``capacity``). May differ between
+            ranks; with ``routing`` always ``None``.
+        expand: The expanded layout; equal to ``routing.expanded`` where there is a routing.
+        zero_padding: Expanded layout: rows that only fill up an expert's rows to a multiple of
+            ``expert_alignment`` are zero, their scales and weights too; else undefined. Rows
+            behind the last expert's are undefined either way.
+        recv_stats: ``[El]`` int32, to which the call adds ``expert_counts`` in place when it
+            ends well, or ``None``. Never with ``routing``.
+        num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
+        streams: Where it runs.
+        form: Shared with calls like this one.
+    """
+
+    x: Array
+    topk_idx: Array | None
+    topk_weights: Array | None
+    is_token_in_rank: Array | None
+    routing: Routing | None
+    expert_alignment: int
+    own: bool
+    scales: Array | None = None
+    scales_layout: ScalesLayout = "row"
+    quantize: Quantization | None = None
+    num_worst_tokens: int | None = None
+    expand: bool = False
+    zero_padding: bool = False
+    recv_stats: Array | None = None
+    num_sms: int | None = None
+    streams: Streams = HERE
+    form: Form = field(default_factory=Form)
+
+
+@dataclass(eq=False, slots=True)
+class CombineCall:
+    """A checked combine.
+
+    Attributes:
+        x: ``[routing.num_rows, H]`` rows, C-contiguous.
+        routing: The routing of the handle.
+        topk_weights: ``[N, K]`` float32 to be summed over ranks; expanded: ``[num_rows]``
+            float32, carried back to the choices they belong to. Or ``None``.
+        biases: Zero to two arrays ``[T, H]`` of the dtype of ``x``.
+        own: True when the result is to be ordinary memory rather than pool memory.
+        reduce: Expanded layout only. ``"exact"``: terms are the copies, rank by rank and within
+            a rank by ascending column of the choice, rounded once. ``"per_rank"``: each rank
+            first adds its copies of a token in that order and rounds; the rest is a plain
+            combine of these sums.
+        row_weights: Expanded layout, floating rows: ``[num_rows]`` float32 that each copy is
+            multiplied with, in the type that sums are kept in, before it is added; or ``None``.
+        out: ``[T, H]`` C-contiguous, dtype of ``x``, to write the result into, or ``None``. The
+            engine refuses one that shares memory with any other argument.
+        num_sms: As in ``DispatchCall``.
+        streams: As in ``DispatchCall``.
+        form: As in ``DispatchCall``.
+    """
+
+    x: Array
+    routing: Routing
+    topk_weights: Array | None
+    biases: tuple[Array, ...]
+    own: bool = False
+    reduce: Reduce = "exact"
+    row_weights: Array | None = None
+    out: Array | None = None
+    num_sms: int | None = None
+    streams: Streams = HERE
+    form: Form = field(default_factory=Form)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call must share with the dispatch that made its handle. The dtype is not in it.
+
+    Attributes:
+        buffer: Serial number of the Buffer in this process.
+        num_ranks: R.
+        num_tokens: T, tokens this rank dispatched.
+        num_topk: K, 0 without ``topk_idx``.
+        num_experts: E of the Buffer, or None.
+        layout: Whether choices or a mask were dispatched.
+    """
+
+    buffer: int
+    num_ranks: int
+    num_tokens: int
+    num_topk: int
+    num_experts: int | None
+    layout: Layout
+
+
+class DispatchArguments(NamedTuple):
+    """What the user passed to ``dispatch``; see there. ``num_sms`` is the Buffer's."""
+
+    x: Any
+    handle: Any = None
+    topk_idx: Any = None
+    topk_weights: Any = None
+    is_token_in_rank: Any = None
+    num_tokens_per_rank: Any = None
+    num_tokens_per_rdma_rank: Any = None
+    num_tokens_per_expert: Any = None
+    cumulative_local_expert_recv_stats: Any = None
+    previous_event: Any = None
+    expert_alignment: Any = 1
+    own: bool = False
+    num_worst_tokens: Any = 0
+    config: Any = None
+    num_sms: int | None = None
+    async_finish: Any = False
+    allocate_on_comm_stream: Any = False
+    dtype: Any = None
+    scales_layout: Any = "row"
+    quantize: Any = None
+    round_scale: Any = False
+    use_ue8m0: Any = False
+    do_cpu_sync: Any = None
+    do_expand: Any = None
+    do_zero_padding: Any = False
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class DispatchForm(Form):
+    """What checks found out about dispatches of one form.
+
+    Attributes:
+        view: Dtype that the bytes of ``x`` are taken for; None: its own.
+        signature: Of the newest handle; None where one is given.
+        expert_alignment: As the others, see ``DispatchCall``.
+        streams: Without the event to begin after.
+    """
+
+    view: np.dtype[Any] | None
+    signature: Signature | None
+    expert_alignment: int
+    own: bool
+    scales_layout: ScalesLayout
+    quantize: Quantization | None
+    num_worst_tokens: int | None
+    expand: bool
+    zero_padding: bool
+    num_sms: int | None
+    streams: Streams
+
+    def call(self, given: DispatchArguments) -> DispatchCall:
+        """The call for the engine. ``given``: arrays are the engine's."""
+        x, scales, handle, topk_idx = given.x, None, given.handle, given.topk_idx
+        event = given.previous_event
+        if type(x) is tuple:
+            x, scales = x
+        if self.view is not None:
+            x = x.view(self.view)
+        routed = handle is not None or topk_idx is not None
+        return DispatchCall(
+            x,
+            topk_idx,
+            given.topk_weights,
+            None if routed else given.is_token_in_rank,
+            None if handle is None else handle.routing,
+            self.expert_alignment,
+            self.own,
+            scales,
+            self.scales_layout,
+            self.quantize,
+            self.num_worst_tokens,
+            self.expand,
+            self.zero_padding,
+            given.cumulative_local_expert_recv_stats,
+            self.num_sms,
+            self.streams if event is None else _begun_after(event, self.streams),
+            self,
+        )
+
+    def signed(self, given: DispatchArguments, num_tokens: int) -> Signature:
+        """The signature of a call's handle."""
+        signature = self.signature
+        if signature is None:
+            known: Signature = given.handle.signature
+            return known
+        if signature.num_tokens != num_tokens:
+            self.signature = signature = replace(signature, num_tokens=num_tokens)
+        return signature
+
+
+class CombineArguments(NamedTuple):
+    """What the user passed to ``combine``; see there. ``num_sms`` is the Buffer's."""
+
+    x: Any
+    handle: Any
+    topk_weights: Any = None
+    row_weights: Any = None
+    bias: Any = None
+    out: Any = None
+    previous_event: Any = None
+    own: bool = False
+    config: Any = None
+    num_sms: int | None = None
+    async_finish: Any = False
+    allocate_on_comm_stream: Any = False
+    reduce: Any = "exact"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class CombineForm(Form):
+    """What checks found out about combines of one form.
+
+    Attributes:
+        own: As the others, see ``CombineCall``.
+        streams: Without the event to begin after.
+    """
+
+    own: bool
+    reduce: Reduce
+    num_sms: int | None
+    streams: Streams
+
+    def call(self, given: CombineArguments) -> CombineCall:
+        """The call for the engine. ``given``: arrays are the engine's."""
+        bias, event = given.bias, given.previous_event
+        return CombineCall(
+            given.x,
+            given.handle.routing,
+            given.topk_weights,
+            () if bias is None else listed(bias),
+            self.own,
+            self.reduce,
+            given.row_weights,
+            given.out,
+            self.num_sms,
+            self.streams if event is None else _begun_after(event, self.streams),
+            self,
+        )
+
+
+def listed(bias: Any) -> tuple[Any, ...]:
+    """The biases that one argument gives."""
+    if bias is None:
+        return ()
+    return tuple(bias) if isinstance(bias, tuple | list) else (bias,)
+
+
+def _begun_after(event: Any, streams: Streams) -> Streams:
+    return Streams(event.event, streams.async_finish, streams.allocate_on_comm_stream)

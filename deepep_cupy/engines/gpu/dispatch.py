@@ -1,0 +1,524 @@
+"""Dispatch on GPUs: blocks for what will come, one launch, arrays over what came.
+
+What comes beside the rows lies in two blocks, each part at a multiple of ``OFFSET_UNIT`` (C is the
+capacity, R * M tokens or ``num_worst_tokens``)::
+
+    handle block    words | source indices [C]
+    meta block      weights [C, K] | topk_idx [C, K] | scales [C, S]
+
+The words are the handle's (``received.Addresses``), and written by this rank alone. Handles may
+outlive all else that came with them, which is why they have a block of their own. A cached call
+has no handle block and no indices. ``dispatch/deliver.cuh`` knows where the scales begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from deepep_cupy.engines.calls import DispatchCall, Routing
+from deepep_cupy.engines.gpu.expand import expand
+from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
+from deepep_cupy.engines.gpu.operation import Core, Turn, address, dtype_code_of
+from deepep_cupy.engines.gpu.quantize import CAST, cast_on_the_way, quantize, travelling
+from deepep_cupy.engines.gpu.routing import (
+    FLOAT32,
+    Addresses,
+    CudaRouting,
+    Received,
+    addresses_of,
+    words_bytes,
+)
+from deepep_cupy.engines.protocol import DispatchOutput
+from deepep_cupy.errors import ContractError
+from deepep_cupy.jit.spec import Param, Struct
+from deepep_cupy.memory.block import Block, round_up
+from deepep_cupy.protocol.control_block import align
+from deepep_cupy.protocol.headers import OFFSET_UNIT, Kind, Layout, LayoutFlag
+
+__all__ = ["COLUMNS", "DISPATCH", "DISPATCH_CAST", "Dispatcher"]
+
+COLUMNS = Struct(
+    "ColumnsCommon",
+    (
+        Param("scales", "const u32*", doc="[N, S] row by row"),
+        Param("out", "u32*", doc="[N, S] column by column, written"),
+        Param("real_rows", "const u32*", doc="rows that have content, or null: N"),
+        Param("num_rows", "u32", doc="N"),
+        Param("num_scales", "u32", doc="S"),
+    ),
+    "Another order of scales.",
+)
+
+
+DISPATCH = Struct(
+    "DispatchCommon",
+    (
+        Param("x", "const u8*", doc="[T] rows of row_bytes"),
+        Param("topk_idx", "const u8*", doc="[T, K] of index_bytes each, or null"),
+        Param("topk_weights", "const u32*", doc="[T, K] float32 bits, with has_weights"),
+        Param("is_token_in_rank", "const u8*", doc="[T, R], or null"),
+        Param("scales", "const u32*", doc="[T, S] of any strides, with num_scales"),
+        Param("scales_token_stride", "i64", doc="words from a token's scales to the next one's"),
+        Param("scales_stride", "i64", doc="words from a scale to the next one"),
+        Param("send_row", "u32*", doc="[T, R] written; read with a cached handle"),
+        Param("recv_rows_per_rank", "u32*", doc="[R] written, but with a cached handle"),
+        Param("psum_recv_rows", "u32*", doc="[R] their inclusive sums, written, or null"),
+        Param("expert_counts", "u32*", doc="[E / R] rows per local expert, written, or null"),
+        Param("psum_expert_rows", "u32*", doc="[E / R] ends of their rows, with expert_counts"),
+        Param("recv_stats", "u32*", doc="[E / R] to which expert_counts are added, or null"),
+        Param("birth_out", "u32*", doc="epoch of this dispatch, for its handle"),
+        Param("birth_in", "const u32*", doc="epoch of the handle's dispatch, or null"),
+        Param("real_rows", "const u32*", doc="rows of a cached handle no host knows, or null"),
+        Param("num_tokens", "u32", doc="T"),
+        Param("num_topk", "u32", doc="K"),
+        Param("has_weights", "u32", doc="1 when weights travel (an empty array may be null)"),
+        Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
+        Param("num_experts", "u32", doc="E, 0 without topk_idx"),
+        Param("experts_per_rank", "u32", doc="E / R, at least 1"),
+        Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
+        Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
+        Param("expert_alignment", "u32", doc="at least 1: psum_expert_rows rounds counts up to it"),
+        Param("row_bytes", "u32", doc="without scales"),
+        Param("num_scales", "u32", doc="S, scales that travel with a row"),
+        Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
+        Param("dtype", "u32", doc="kDtype... (and kScales...), or 256 + itemsize"),
+        Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
+        Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
+        Param("no_wait", "u32", doc="1: the host learns no count; the tail says so"),
+        Param("capacity", "u32", doc="rows this rank's receive block holds"),
+        Param("rows_offset", "u32", doc="of that block in the region, in kOffsetUnit"),
+        Param("meta_offset", "u32", doc="of the received source indices, in kOffsetUnit"),
+        Param("weights_offset", "u32", doc="of the received weights, in kOffsetUnit"),
+        Param("index_offset", "u32", doc="of the received topk_idx, in kOffsetUnit"),
+    ),
+    "One rank's dispatch.",
+)
+
+
+DISPATCH_CAST = Struct(
+    "DispatchCast",
+    (
+        Param("sent", DISPATCH, doc="as if x were cast already, but x: [T] rows to be cast; "
+              "no scales are given"),
+        Param("cast", CAST),
+    ),
+    "One rank's dispatch of rows that are cast on their way.",
+)  # fmt: skip
+
+
+_NARROW = (4, 1)
+"""Access widths where rows or bases are no multiple of 16 bytes."""
+_DISPATCH = Kind.DISPATCH
+_NOT_IN_GRAPHS = (
+    "dispatch(): the host must wait for the counts, which is not possible while a graph is being "
+    "captured; give num_worst_tokens or do_cpu_sync=False, or capture calls with a handle instead."
+)
+
+
+class _Meta:
+    """Where the parts of a meta block begin, bytes; weights at its beginning."""
+
+    __slots__ = ("index_at", "nbytes", "scales_at")
+
+    def __init__(
+        self, capacity: int, topk: int, weights: bool, index_bytes: int, scales: int
+    ) -> None:
+        self.index_at = align(4 * capacity * topk * weights, OFFSET_UNIT)
+        self.scales_at = self.index_at + align(capacity * topk * index_bytes, OFFSET_UNIT)
+        self.nbytes = self.scales_at + 4 * capacity * scales
+
+
+_meta_of = lru_cache(maxsize=256)(_Meta)
+
+_FIELDS = tuple(param.name for param in DISPATCH.params)
+_TOKENS, _ACCESS = _FIELDS.index("num_tokens"), _FIELDS.index("access_bytes")
+
+
+def _fields(first: str, last: str) -> slice:
+    return slice(_FIELDS.index(first), _FIELDS.index(last) + 1)
+
+
+_GIVEN = _fields("x", "is_token_in_rank")
+_SCALES = _fields("scales", "scales_stride")
+_WORDS = _fields("send_row", "real_rows")
+_PLACES = _fields("no_wait", "index_offset")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What dispatches of one form have in common.
+
+    Attributes:
+        hidden: Of ``x``.
+        dtype: Of rows as they travel.
+        scales: Dtype of their scales; None: there are none.
+        row_bytes: Without scales.
+        topk: K of the arrays that are given.
+        num_scales: S.
+        local: El with choices, else 0.
+        capacity: C of a new route; of a cached one its handle knows.
+        sources_at: Where the source indices begin in the handle block of a new route.
+        parts: Of the meta block of a new route.
+        wanted: Blocks of a new route: for the handle, for rows, and between them the meta block
+            where anything lies in it.
+        fields: Of ``DispatchCommon``, but for what differs from call to call.
+        cast: Of ``Cast``, where the kernel itself can cast.
+        grids: Blocks.
+    """
+
+    hidden: int
+    dtype: Any
+    scales: Any
+    row_bytes: int
+    topk: int
+    num_scales: int
+    local: int
+    capacity: int
+    sources_at: int
+    parts: _Meta
+    wanted: tuple[tuple[int, str], ...]
+    fields: list[int]
+    cast: tuple[int, ...] | None
+    grids: GridPlan
+
+
+def _casts_on_the_way(call: DispatchCall, plan: _Plan) -> bool:
+    fits = plan.cast is not None and call.x.data.ptr % 16 == 0
+    return fits and plan.grids.casts_on_the_way(len(call.x))
+
+
+class Dispatcher:
+    """Runs dispatches on a ``Core``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._ranks = core.spec.num_ranks
+
+    def run(self, call: DispatchCall) -> DispatchOutput:
+        """See ``engines.protocol.Engine.dispatch``. On the engine's device, which is current."""
+        core = self._core
+        turn = core.begin(call.streams)
+        try:
+            plan: _Plan = call.form.plan or self._plan(call)
+            if call.quantize is not None and not _casts_on_the_way(call, plan):
+                if not turn.plain:
+                    turn.keep(call)
+                call = quantize(core, call, turn)
+            if call.routing is not None:
+                return self._cached(call, plan, call.routing, turn)
+            return self._new(call, plan, turn)
+        except BaseException:
+            core.settle_failed(turn, call)
+            raise
+        finally:
+            core.end(turn)
+
+    def _plan(self, call: DispatchCall) -> _Plan:
+        """Make the plan of a form."""
+        core, x, topk_idx = self._core, call.x, call.topk_idx
+        spec, weights = core.spec, call.topk_weights
+        topk = index_bytes = experts = local = 0
+        if topk_idx is not None:
+            topk, index_bytes = topk_idx.shape[1], topk_idx.itemsize
+            experts, local = spec.num_experts or 0, spec.num_local_experts
+        elif weights is not None:
+            topk = weights.shape[1]
+        layout, capacity, alignment = Layout.CACHED, 0, 1
+        if call.routing is None:
+            layout = Layout.MASK if topk_idx is None else Layout.TOPK
+            worst, alignment = call.num_worst_tokens, call.expert_alignment
+            capacity = spec.max_recv_tokens if worst is None else worst
+        dtype, scales, num_scales = travelling(call)
+        row_bytes = x.shape[1] * dtype.itemsize
+        has_weights = weights is not None
+        fields = dict.fromkeys(_FIELDS, 0)
+        fields.update(
+            num_topk=topk,
+            has_weights=has_weights,
+            index_bytes=index_bytes,
+            num_experts=experts,
+            experts_per_rank=local or 1,
+            num_reported_experts=local,
+            experts_offset=core.control.experts,
+            expert_alignment=alignment,
+            row_bytes=row_bytes,
+            num_scales=num_scales,
+            access_bytes=access_bytes(row_bytes, (), _NARROW),
+            dtype=dtype_code_of(dtype, scales),
+            layout=layout,
+            layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
+        )
+        sources_at = align(
+            words_bytes(spec.num_max_tokens_per_rank, spec.num_ranks, local), OFFSET_UNIT
+        )
+        parts = _Meta(capacity, topk, has_weights, index_bytes, num_scales)
+        wanted = [
+            (round_up(sources_at + 4 * capacity), "handle of dispatch()"),
+            (round_up(parts.nbytes), "indices of dispatch()"),
+            (round_up(capacity * row_bytes), "recv_x of dispatch()"),
+        ]
+        if not parts.nbytes:
+            del wanted[1]
+        plan = _Plan(
+            hidden=x.shape[1],
+            dtype=dtype,
+            scales=scales,
+            row_bytes=row_bytes,
+            topk=topk,
+            num_scales=num_scales,
+            local=local,
+            capacity=capacity,
+            sources_at=sources_at,
+            parts=parts,
+            wanted=tuple(wanted),
+            fields=[int(value) for value in fields.values()],
+            cast=cast_on_the_way(core, call),
+            grids=core.grid_plan(call.num_sms),
+        )
+        call.form.plan = plan
+        return plan
+
+    # ------------------------------------------------------------------------------ new routes
+
+    def _new(self, call: DispatchCall, plan: _Plan, turn: Turn) -> DispatchOutput:
+        core, ranks, local, parts = self._core, self._ranks, plan.local, plan.parts
+        sources_at, waits = plan.sources_at, call.num_worst_tokens is None
+        if waits and turn.capture != 0:
+            raise ContractError(_NOT_IN_GRAPHS)
+        blocks = turn.alloc(*plan.wanted)
+        kept, meta, rows = blocks[0], blocks[-2], blocks[-1]
+        words = Addresses(core.arrays.base + kept.offset, len(call.x), ranks, local, waited=waits)
+        self._launch(
+            turn,
+            call,
+            plan,
+            blocks,
+            (
+                words.send_row,
+                words.rows_per_rank,
+                words.psum_recv_rows,
+                words.expert_counts if local else 0,
+                words.psum_expert_rows,
+                address(call.recv_stats),
+                words.birth,
+                0,
+                0,
+            ),
+            (
+                not waits,
+                plan.capacity,
+                rows.offset // OFFSET_UNIT,
+                (kept.offset + sources_at) // OFFSET_UNIT,
+                meta.offset // OFFSET_UNIT,
+                (meta.offset + parts.index_at) // OFFSET_UNIT,
+            ),
+        )
+        core.news.at_risk(blocks)
+        # A host that waits for counts does before they come what it can.
+        arrays, pool = core.arrays, core.pool
+        pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
+        routing = CudaRouting.made_of(
+            num_tokens=len(call.x),
+            num_recv_tokens=plan.capacity,
+            waited=waits,
+            expert_alignment=call.expert_alignment,
+            addresses=words,
+            _arrays=arrays,
+            _owner=pool.own(kept, arrays.allocation),
+            _sources_at=sources_at,
+        )
+        counts = None
+        if waits:
+            told = core.wait_counts(ranks + local, turn.stream, blocks)
+            number, counts = routing.learn(told[:ranks]), told[ranks:]
+            pool.shrink(rows, number * plan.row_bytes)
+            if plan.num_scales:
+                pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
+        return self._received(call, plan, turn, routing, pointers, counts)
+
+    def _received(
+        self,
+        call: DispatchCall,
+        plan: _Plan,
+        turn: Turn,
+        routing: CudaRouting,
+        pointers: tuple[Any, Any],
+        counts: list[int] | None,
+    ) -> DispatchOutput:
+        """The results: arrays over the blocks. ``counts``: rows of each local expert."""
+        topk_idx, scales, array = call.topk_idx, plan.scales, self._core.arrays.array
+        (at, at_rows), number, topk = pointers, routing.num_recv_tokens, plan.topk
+        recv_x = array(at_rows, (number, plan.hidden), plan.dtype)
+        recv_idx = recv_weights = recv_scales = None
+        if topk_idx is not None:
+            recv_idx = array(at, (number, topk), topk_idx.dtype, plan.parts.index_at)
+            if call.topk_weights is not None:
+                recv_weights = array(at, (number, topk), FLOAT32)
+        if scales is not None:
+            shape = number, plan.num_scales
+            recv_scales = array(at, shape, scales, plan.parts.scales_at)
+        return self._output(
+            call, turn, recv_x, recv_idx, recv_weights, recv_scales, routing, counts
+        )
+
+    # --------------------------------------------------------------------------- cached routes
+
+    def _cached(
+        self, call: DispatchCall, plan: _Plan, routing: Routing, turn: Turn
+    ) -> DispatchOutput:
+        core, weights, scales = self._core, call.topk_weights, plan.scales
+        known, number, arrays = addresses_of(routing), routing.num_recv_tokens, core.arrays
+        row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
+        if weights is None and scales is None:
+            blocks = turn.alloc((row_bytes, label))
+            scales_at = 0
+        else:
+            parts = _meta_of(number, plan.topk, weights is not None, 0, plan.num_scales)
+            blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
+            scales_at = parts.scales_at
+        at = blocks[-1].offset
+        meta = at // OFFSET_UNIT
+        self._launch(
+            turn,
+            call,
+            plan,
+            blocks,
+            (known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
+            (
+                not routing.waited,
+                number,
+                blocks[0].offset // OFFSET_UNIT,
+                meta,
+                meta,
+                (at + scales_at) // OFFSET_UNIT,
+            ),
+        )
+        core.news.at_risk(blocks)
+        recv_x = arrays.array(arrays.own(blocks[0]), (number, plan.hidden), plan.dtype)
+        recv_weights = recv_scales = None
+        if len(blocks) > 1:
+            at = arrays.own(blocks[1])
+            if weights is not None:
+                recv_weights = arrays.array(at, (number, plan.topk), FLOAT32)
+            if scales is not None:
+                shape = number, plan.num_scales
+                recv_scales = arrays.array(at, shape, scales, scales_at)
+        return self._output(call, turn, recv_x, None, recv_weights, recv_scales, routing, None)
+
+    # ------------------------------------------------------------------------------ both kinds
+
+    def _launch(
+        self,
+        turn: Turn,
+        call: DispatchCall,
+        plan: _Plan,
+        blocks: list[Block],
+        words: tuple[int, ...],
+        places: tuple[int, ...],
+    ) -> None:
+        """Launch with the fields that the plan knows, and with those of this call.
+
+        Args:
+            turn: Of the operation.
+            call: The call.
+            plan: Its plan.
+            blocks: Given back if that fails.
+            words: Fields ``send_row`` to ``real_rows``.
+            places: Fields ``no_wait`` to ``index_offset``.
+        """
+        core, x, scales, mask = self._core, call.x, call.scales, call.is_token_in_rank
+        topk_idx, weights = call.topk_idx, call.topk_weights
+        fields, source, tokens = plan.fields.copy(), x.data.ptr, len(x)
+        fields[_GIVEN] = (
+            source,
+            0 if topk_idx is None else topk_idx.data.ptr,
+            0 if weights is None else weights.data.ptr,
+            0 if mask is None else mask.data.ptr,
+        )
+        if scales is not None:
+            by_token, by_scale = scales.strides
+            fields[_SCALES] = scales.data.ptr, by_token // 4, by_scale // 4
+        fields[_WORDS] = words
+        fields[_TOKENS] = tokens
+        access = fields[_ACCESS]
+        if source % access:
+            access = fields[_ACCESS] = access_bytes(plan.row_bytes, (source,), _NARROW)
+        fields[_PLACES] = places
+        name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
+        if call.quantize is not None and plan.cast is not None:  # else quantize() has done it
+            name = "dispatch_cast_bulk"
+            fields.extend(plan.cast)
+        try:
+            launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
+            launch.operation(*fields)
+            launch(core.serial, turn.stream.ptr)
+        except BaseException:
+            core.give_back(blocks)
+            raise
+        core.launched(turn)
+
+    def _output(
+        self,
+        call: DispatchCall,
+        turn: Turn,
+        recv_x: Any,
+        recv_idx: Any,
+        recv_weights: Any,
+        recv_scales: Any,
+        routing: Routing,
+        counts: list[int] | None,
+    ) -> DispatchOutput:
+        """Put what came into the form the call wants. ``counts``: rows of each local expert."""
+        event = None
+        if call.expand:
+            recv_x, recv_weights, recv_scales, routing = self._expanded(
+                turn, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
+            )
+            recv_idx = None
+        if recv_scales is not None and call.scales_layout == "column":
+            recv_scales = self._columns(recv_scales, routing, turn)
+        if call.own:
+            recv_x, recv_idx, recv_weights, recv_scales = map(
+                turn.copy, (recv_x, recv_idx, recv_weights, recv_scales)
+            )
+        if not turn.plain or self._core.foreign:
+            event = self._core.settle(turn, call, call.streams)
+        per_expert, unit = counts or [], call.expert_alignment
+        if unit > 1:
+            per_expert = [align(count, unit) for count in per_expert]
+        return DispatchOutput(
+            recv_x, recv_idx, recv_weights, per_expert, routing, recv_scales, event
+        )
+
+    def _expanded(
+        self,
+        turn: Turn,
+        call: DispatchCall,
+        rows: Any,
+        scales: Any,
+        topk_idx: Any,
+        weights: Any,
+        routing: Routing,
+        counts: list[int] | None,
+    ) -> tuple[Any, Any, Any, Routing]:
+        """Rows, weights, scales and routing in the expanded layout."""
+        known: Any = routing
+        told = None if counts is None else tuple(counts)
+        real = addresses_of(routing).num_real
+        received = Received(call, rows, scales, topk_idx, weights, known, told, real)
+        done = expand(self._core, received, turn)
+        return done.rows, done.topk_weights, done.scales, done.routing
+
+    def _columns(self, scales: Any, routing: Routing, turn: Turn) -> Any:
+        """The same scales in column-major order: a copy in ordinary memory."""
+        number, columns = scales.shape
+        made = turn.empty((columns, number), scales.dtype)
+        if scales.size:
+            core = self._core
+            real = 0 if routing.expanded else addresses_of(routing).num_real
+            launch = core.kernels.local("columns", local_blocks(core.grids, -(-number // 32)))
+            launch.operation(scales.data.ptr, made.data.ptr, real, number, columns)
+            launch(turn.stream.ptr)
+        return made.T

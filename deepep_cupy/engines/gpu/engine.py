@@ -1,0 +1,267 @@
+"""The engine of a node of GPUs: CuPy arrays, and one kernel per operation and rank.
+
+A dispatch writes every row at its final place in a block of the receiver's pool; a combine reads
+rows where they lie in the pools. What the kernels tell each other is in ``cuda/comm/``, where the
+words lie in ``protocol/control_block.py``; this package chooses blocks, launches kernels in stream
+order, and turns reports into arrays and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from deepep_cupy import env
+from deepep_cupy.engines.calls import CombineCall, DispatchCall
+from deepep_cupy.engines.gpu import loads as policy
+from deepep_cupy.engines.gpu.combine import Combiner
+from deepep_cupy.engines.gpu.dispatch import Dispatcher
+from deepep_cupy.engines.gpu.failures import News, Report
+from deepep_cupy.engines.gpu.foreign import Intake
+from deepep_cupy.engines.gpu.grid import GridPlan
+from deepep_cupy.engines.gpu.kernels import KERNELS, shape_constants
+from deepep_cupy.engines.gpu.launch import Kernels
+from deepep_cupy.engines.gpu.memory import SymmetricMemory
+from deepep_cupy.engines.gpu.operation import Core, StreamPoint
+from deepep_cupy.engines.gpu.topology import Topology
+from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
+from deepep_cupy.errors import PlatformError
+from deepep_cupy.protocol.control_block import ControlLayout, ReportLayout
+from deepep_cupy.protocol.headers import Kind, Refusal, RefusalCode
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks.abort_board import LINE_BYTES, Abort, AbortBoard, AbortReason
+from deepep_cupy.ranks.group import Group
+from deepep_cupy.ranks.rendezvous import Rendezvous
+
+__all__ = ["CudaEngine"]
+
+_left_behind: list[object] = []
+"""What engines that could not close together leave to the process's end: peers may use it."""
+
+
+class CudaEngine:
+    """See ``engines.protocol.Engine``. The constructor is collective.
+
+    Args:
+        group: The ranks.
+        board: Their abort board.
+        spec: Sizes of the Buffer.
+        topology: The GPUs of all ranks.
+        choose_device: Make this rank's GPU the current device of the calling thread.
+    """
+
+    name = "cuda"
+    modes = ALL_MODES
+
+    def __init__(
+        self,
+        group: Group,
+        board: AbortBoard,
+        spec: BufferSpec,
+        topology: Topology,
+        *,
+        choose_device: bool = False,
+    ) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        self._board, self._spec = board, spec
+        gpu = topology.gpus[group.rank]
+        self.device = gpu.device
+        self._device: Any = cupy.cuda.Device(gpu.device)
+        if choose_device:
+            self._device.use()
+        self._intake = Intake(self.device, group.rank)
+        self.glance = self._intake.glance
+        self._rendezvous = Rendezvous(group, board, spec.timeout_s)
+        arch = 10 * gpu.capability[0] + gpu.capability[1]
+        self.loads = self._choose_loads(group, topology, arch)
+        self.path = self._choose_path(arch)
+        control = ControlLayout(spec.num_ranks, spec.num_experts or 0)
+        with self._device:
+            constants = shape_constants(
+                arch,
+                num_ranks=spec.num_ranks,
+                max_row_bytes=spec.max_row_bytes,
+                loads=self.loads,
+            )
+            kernels = Kernels(group, KERNELS, constants, arch=arch, path=self.path)
+            memory = SymmetricMemory(group, self.device, spec, control)
+            report = Report(ReportLayout(spec.num_ranks, spec.num_experts or 0))
+            self._board_address = self._register_board()
+            kernels.connect(
+                peer=memory.region.peer_base,
+                report=report.address,
+                board=self._board_address,
+                timeout_ns=int(spec.timeout_s * 1e9),
+                board_stride=LINE_BYTES // 4,
+                rank=spec.rank,
+            )
+            self._core = Core(
+                spec=spec,
+                control=control,
+                device=self.device,
+                path=self.path,
+                grids=GridPlan(gpu.num_sms, len(topology.sharing(group.rank)), spec.num_sms),
+                kernels=kernels,
+                memory=memory,
+                report=report,
+                news=News(report, self._rendezvous, memory.pool, spec),
+            )
+        self._dispatcher = Dispatcher(self._core)
+        self._combiner = Combiner(self._core)
+
+    def _choose_loads(self, group: Group, topology: Topology, arch: int) -> str:
+        """Kernels are compiled once a node: all ranks take the same."""
+        choice = policy.resolve(
+            env.loads(),
+            arch,
+            gpu=topology.gpus[group.rank].name,
+            driver=policy.driver_name(self._cupy.cuda.runtime.driverGetVersion()),
+            across_gpus=topology.num_gpus > 1,
+        )
+        return "nc" if all(each == "nc" for each in group.allgather(choice.loads)) else "coherent"
+
+    def _choose_path(self, arch: int) -> str:
+        wanted = env.path()
+        if wanted == "bulk" and arch < 90:
+            raise PlatformError(
+                f"Buffer(): DEEPEP_CUPY_PATH=bulk needs compute capability 9.0 or more, the GPU of "
+                f"rank {self._spec.rank} has {arch / 10}; use auto or ldst."
+            )
+        return "bulk" if arch >= 90 and wanted != "ldst" else "ldst"
+
+    def _register_board(self) -> int:
+        """The abort board as kernels see it; 0 where the driver cannot map such memory."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            runtime.hostRegister(self._board.address, self._board.nbytes, 0)
+        except runtime.CUDARuntimeError:
+            return 0
+        return self._board.address
+
+    # ------------------------------------------------------------------------------- local
+
+    def intake(self, operation: str, argument: str, value: object) -> Any:
+        """See ``Engine.intake``."""
+        array = self._intake(operation, argument, value)
+        if array is not value:
+            self._core.foreign.append((array, value))
+        return array
+
+    def intake_scales(self, operation: str, argument: str, value: object) -> Any:
+        """See ``ModalEngine.intake_scales``."""
+        array = self._intake(operation, argument, value, strided=True)
+        if array is not value:
+            self._core.foreign.append((array, value))
+        return array
+
+    def capture(self) -> StreamPoint:
+        """See ``ModalEngine.capture``."""
+        with self._device:
+            return self._core.point()
+
+    def comm_stream(self) -> Any:
+        """See ``ModalEngine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
+        return self._core.comm
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """See ``Engine.empty``."""
+        with self._device:
+            stream = self._cupy.cuda.get_current_stream()
+            return self._core.arrays.empty(tuple(shape), dtype, stream, "empty()")
+
+    def get_dispatch_layout(self, topk_idx: Any, num_experts: int) -> DispatchLayout:
+        """See ``Engine.get_dispatch_layout``."""
+        cupy, ranks = self._cupy, self._spec.num_ranks
+        with self._device:
+            valid = (topk_idx >= 0) & (topk_idx < num_experts)
+            owner = cupy.where(valid, topk_idx // (num_experts // ranks), -1)
+            mask = (owner[:, :, None] == cupy.arange(ranks)[None, None, :]).any(axis=1)
+            chosen = cupy.where(valid, topk_idx, num_experts).ravel()
+            counts = cupy.bincount(chosen, minlength=num_experts + 1)[:num_experts]
+            return DispatchLayout(
+                mask.sum(axis=0, dtype=cupy.int32), counts.astype(cupy.int32), mask
+            )
+
+    def check(self) -> None:
+        """See ``Engine.check``."""
+        self._core.news.raise_any()
+        self._rendezvous.watch("check")
+
+    # --------------------------------------------------------------------------- operations
+
+    def barrier(self) -> None:
+        """See ``Engine.barrier``."""
+        with self._core:
+            self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE))
+
+    def refuse(self, kind: Kind, refusal: Refusal) -> None:
+        """See ``Engine.refuse``. Under graph capture nothing is sent: the error stays local."""
+        with self._core as core:
+            core.news.own_refusal(self._launch_barrier(kind, refusal))
+
+    def _launch_barrier(self, kind: Kind, refusal: Refusal) -> int:
+        core = self._core
+        turn = core.begin()
+        try:
+            if turn.capture == 0 or refusal.code == RefusalCode.NONE:
+                launch = core.kernels.get("barrier", 1, kind)
+                launch.refusal(kind, refusal.code, refusal.value)
+                launch(core.serial, turn.stream.ptr)
+            core.launched(turn)
+        finally:
+            core.end(turn)
+        return core.serial
+
+    def dispatch(self, call: DispatchCall) -> DispatchOutput:
+        """See ``Engine.dispatch``."""
+        with self._core:
+            return self._dispatcher.run(call)
+
+    def combine(self, call: CombineCall) -> CombineOutput:
+        """See ``Engine.combine``."""
+        with self._core:
+            return self._combiner.run(call)
+
+    # ------------------------------------------------------------------------------- the end
+
+    def abort(self, reason: str) -> None:
+        """See ``Engine.abort``: kernels that wait look at the board, and so does every host."""
+        self._board.abort(Abort(AbortReason.ERROR, self._spec.rank, (), reason))
+
+    def reset(self) -> None:
+        """See ``Engine.reset``."""
+        core = self._core
+        with self._device:
+            core.drain()
+            self._rendezvous.barrier("reset")
+            mine = np.array([core.memory.epoch()], np.int64)
+            epochs = self._rendezvous.exchange("reset", mine)[:, 0]
+            core.memory.start_over(epochs)
+            core.news.clear()
+            core.pool.release_quarantine()
+            self._board.clear()
+            self._rendezvous.barrier("reset")
+
+    def close(self, *, collective: bool) -> None:
+        """See ``Engine.close``."""
+        core = self._core
+        if not collective:
+            core.memory.region.leave()
+            _left_behind.append(self)
+            return
+        with self._device:
+            try:
+                core.drain()
+                self._rendezvous.barrier("close")
+                core.memory.region.close(lambda: self._rendezvous.barrier("close"))
+            except BaseException:
+                _left_behind.append(self)
+                raise
+            core.keeper.clear()
+            core.pool.close()
+            if self._board_address:
+                self._cupy.cuda.runtime.hostUnregister(self._board_address)

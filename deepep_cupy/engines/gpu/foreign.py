@@ -1,0 +1,244 @@
+"""Arrays of other libraries, as CuPy arrays over the same memory, ordered after their producer.
+
+==============================  ========================================================
+given                           taken
+==============================  ========================================================
+``cupy.ndarray``                as it is
+``__dlpack__`` (JAX, torch, …)  through DLPack: the producer's stream is waited for on the device
+``__cuda_array_interface__``    likewise, from the ``stream`` it names
+NumPy arrays, lists, …          refused
+==============================  ========================================================
+
+FP8 comes through DLPack too, although CuPy takes none: its bytes do, under their own dtype.
+While a graph is being captured no stream is waited for: what is given must be ready on the
+current stream then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from operator import attrgetter
+from typing import Any
+
+from deepep_cupy.errors import ContractError
+
+__all__ = ["FLOAT8", "Intake", "take_dlpack"]
+
+
+# -------------------------------------------- DLPack, with the dtypes that CuPy does not know: FP8
+
+
+_UINT = 1
+FLOAT8 = {
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+}
+"""DLPack type code → name of the dtype in ml_dtypes."""
+_CODE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
+"""Name of a capsule → where the type code is in what it points to (data pointer, device of two
+ints, number of dimensions, code; before them, in the versioned form, version, context, deleter and
+flags)."""
+
+_api = ctypes.pythonapi
+_get_name = _api.PyCapsule_GetName
+_get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_get_pointer = _api.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def take_dlpack(value: Any) -> Any:
+    """A CuPy array over the memory of ``value``, ready on the current stream of the device."""
+    import cupy
+
+    current = cupy.cuda.get_current_stream()
+    capturing = cupy.cuda.runtime.streamIsCapturing(current.ptr)
+    # 1 is how DLPack calls the legacy default stream, -1 asks for no synchronization.
+    stream = -1 if capturing else current.ptr or 1
+    try:
+        capsule = value.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # a producer from before the versions
+        capsule = value.__dlpack__(stream=stream)
+    name = _pose_as_bytes(capsule)
+    array = cupy.from_dlpack(_Capsule(capsule, value.__dlpack_device__()))
+    return array if name is None else array.view(_dtype(name))
+
+
+def _pose_as_bytes(capsule: Any) -> str | None:
+    """Let an FP8 capsule hold bytes; the name of its dtype, or None for any other."""
+    name = _get_name(capsule)
+    if name not in _CODE_AT:
+        return None
+    address = _get_pointer(capsule, name) + _CODE_AT[name]
+    code = ctypes.c_uint8.from_address(address)
+    bits = ctypes.c_uint8.from_address(address + 1)
+    lanes = ctypes.c_uint16.from_address(address + 2)
+    if code.value not in FLOAT8 or bits.value != 8 or lanes.value != 1:
+        return None
+    found = FLOAT8[code.value]
+    code.value = _UINT
+    return found
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+
+    return getattr(ml_dtypes, name)
+
+
+class _Capsule:
+    """Hands out a capsule once: what synchronization there was to do has been done."""
+
+    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
+        self._capsule = capsule
+        self._device = device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+_CONTIGUOUS = "flags.c_contiguous"
+
+_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
+_DLPACK_CUDA = (2, 13)  # device types: CUDA memory, managed memory
+
+
+class Intake:
+    """Takes arrays on one device.
+
+    Args:
+        device: CUDA ordinal in this process.
+        rank: For messages.
+    """
+
+    def __init__(self, device: int, rank: int) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        self._array: Any = cupy.ndarray
+        self._device = device
+        self._rank = rank
+        # CuPy makes an object of its flags for every question, which takes longer than the rest.
+        contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
+        self._look: Any = attrgetter("shape", "dtype", "data.device_id", contiguous)
+
+    def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
+        """See ``engines.protocol.Engine.intake``.
+
+        Args:
+            operation: Method name, for messages.
+            argument: Its argument.
+            value: What the user passed.
+            strided: Any strides will do, of items of four bytes.
+        """
+        array: Any = value
+        if not isinstance(value, self._array):
+            array = self._foreign(operation, argument, value)
+        if array.device.id != self._device:
+            raise self._refused(
+                operation,
+                argument,
+                f"on device {self._device}, the Buffer's, got an array on device {array.device.id}",
+            )
+        if strided:
+            return self._with_strides(operation, argument, array)
+        if not array.flags.c_contiguous:
+            raise self._refused(
+                operation,
+                argument,
+                f"C-contiguous, got shape {array.shape} with strides {array.strides}; "
+                f"cupy.ascontiguousarray() makes it so",
+            )
+        return array
+
+    def glance(self, value: Any, strided: bool) -> Any:
+        """See ``engines.protocol.Engine.glance``."""
+        if type(value) is not self._array:
+            return None
+        seen = self._look(value)
+        if seen[2] != self._device or not (_is_of_words(value) if strided else seen[3]):
+            return None
+        return seen
+
+    def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
+        """Kernels read whole words: strides count these."""
+        if not _is_of_words(array):
+            raise self._refused(
+                operation,
+                argument,
+                f"of 4-byte items at strides of whole items, got {array.dtype} with strides "
+                f"{array.strides}",
+            )
+        return array
+
+    def _foreign(self, operation: str, argument: str, value: Any) -> Any:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        wanted = "a CuPy array or a GPU array with DLPack or __cuda_array_interface__"
+        try:
+            if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+                if int(value.__dlpack_device__()[0]) not in _DLPACK_CUDA:
+                    on_host = f"{kind} in host memory; cupy.asarray() copies it"
+                    raise self._refused(operation, argument, f"{wanted}, got {on_host}")  # noqa: TRY301
+                with self._cupy.cuda.Device(self._device):
+                    return take_dlpack(value)
+            if hasattr(value, "__cuda_array_interface__"):
+                return self._from_interface(value)
+        except ContractError:
+            raise
+        except Exception as error:
+            raise self._refused(
+                operation, argument, f"{wanted}, got {kind}, which cannot be taken: {error}"
+            ) from error
+        raise self._refused(
+            operation,
+            argument,
+            f"{wanted}, because this Buffer runs on the cuda engine, got {kind}",
+        )
+
+    def _from_interface(self, value: Any) -> Any:
+        """Like ``cupy.asarray``, but the host does not wait for the producer's stream."""
+        cupy, described = self._cupy, value.__cuda_array_interface__
+        stream = described.get("stream")
+        current = cupy.cuda.get_current_stream()
+        if stream is not None and not cupy.cuda.runtime.streamIsCapturing(current.ptr):
+            producer = {
+                _LEGACY_STREAM: cupy.cuda.Stream.null,
+                _PER_THREAD_STREAM: cupy.cuda.Stream.ptds,
+            }.get(stream)
+            producer = producer or cupy.cuda.Stream.from_external(_StreamAddress(stream))
+            current.wait_event(producer.record())
+        return cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
+
+    def _refused(self, operation: str, argument: str, complaint: str) -> ContractError:
+        return ContractError(
+            f"{operation}(): argument '{argument}' must be {complaint}, on rank {self._rank}."
+        )
+
+
+def _is_of_words(array: Any) -> bool:
+    return array.itemsize == 4 and not any(stride % 4 for stride in array.strides)
+
+
+class _StreamAddress:
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+class _WithoutStream:
+    """An interface whose stream has been waited for; keeps the array alive."""
+
+    def __init__(self, value: Any, described: dict[str, Any]) -> None:
+        self.value = value
+        self.__cuda_array_interface__ = described

@@ -1,0 +1,115 @@
+"""The cast to FP8 on GPUs: by the kernel that sends the rows, or by one of its own before.
+
+Ranks need not do the same: to their peers they are dispatches of FP8 rows with scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from deepep_cupy.engines.calls import DispatchCall
+from deepep_cupy.engines.gpu.grid import access_bytes, cast_chunks, local_blocks
+from deepep_cupy.engines.gpu.operation import Core, Turn, dtype_code_of
+from deepep_cupy.jit.spec import Param, Struct
+from deepep_cupy.protocol.routing import num_scales
+
+__all__ = ["CAST", "QUANTIZE", "cast_on_the_way", "quantize", "travelling"]
+
+CAST = Struct(
+    "Cast",
+    (
+        Param("dtype", "u32", doc="kDtypeBfloat16, kDtypeFloat16 or kDtypeFloat32"),
+        Param("round_scale", "u32", doc="1: scales are powers of two"),
+        Param("packed", "u32", doc="1: scales are exponents; with round_scale"),
+    ),
+    "From what rows are cast to FP8, and how.",
+)
+
+
+QUANTIZE = Struct(
+    "QuantizeCommon",
+    (
+        Param("x", "const u8*", doc="[T, H] elements"),
+        Param("codes", "u8*", doc="[T] rows of H codes, written"),
+        Param("scales", "u32*", doc="[T] rows of scales: float32 bits, or four exponents a word"),
+        Param("num_tokens", "u32", doc="T"),
+        Param("hidden", "u32", doc="H"),
+        Param("code_stride", "u32", doc="bytes from one row of codes to the next"),
+        Param("scale_stride", "u32", doc="words from one row of scales to the next"),
+        Param("access_bytes", "u32", doc="16: rows and bases of x are multiples of it, those of "
+              "codes of 8; else the element size"),
+        Param("cast", CAST),
+    ),
+    "A cast to FP8.",
+)  # fmt: skip
+
+
+_FLOAT32: Any = np.dtype(np.float32)
+_INT32: Any = np.dtype(np.int32)
+
+
+@cache
+def _fp8() -> Any:
+    """The dtype that rows are cast to; whoever only reads the kernels needs no ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
+    """What a dispatch sends: dtype of rows, dtype of scales (None: there are none), S."""
+    how, x, scales = call.quantize, call.x, call.scales
+    if how is not None:
+        packed = how.use_ue8m0
+        return _fp8(), _INT32 if packed else _FLOAT32, num_scales(x.shape[1], packed=packed)
+    return x.dtype, *((None, 0) if scales is None else (scales.dtype, scales.shape[1]))
+
+
+def cast_on_the_way(core: Core, call: DispatchCall) -> tuple[int, ...] | None:
+    """Fields of ``Cast`` where the dispatch kernel itself can cast rows of this form (whose base
+    is a multiple of 16 bytes), else None."""
+    how, hidden = call.quantize, call.x.shape[1]
+    if how is None or not core.bulk or hidden == 0 or hidden % 16:
+        return None
+    return dtype_code_of(call.x.dtype), int(how.round_scale), int(how.use_ue8m0)
+
+
+def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
+    """Cast the rows of a call that wants it; the call as if the caller had passed the pair.
+
+    Args:
+        core: The engine's parts.
+        call: With ``quantize``, else it is returned as it is.
+        turn: Its turn.
+    """
+    how = call.quantize
+    if how is None:
+        return call
+    x = call.x
+    tokens, hidden = x.shape
+    dtype, scales_dtype, columns = travelling(call)
+    codes = turn.empty((tokens, hidden), dtype)
+    scales = turn.empty((tokens, columns), scales_dtype)
+    if codes.nbytes:
+        access = access_bytes(hidden * x.itemsize, (x.data.ptr,), (x.itemsize,))
+        warps = tokens * cast_chunks(hidden, x.itemsize, access)
+        launch = core.kernels.local("quantize", local_blocks(core.grids, warps))
+        launch.operation(
+            x.data.ptr,
+            codes.data.ptr,
+            scales.data.ptr,
+            tokens,
+            hidden,
+            hidden,
+            columns,
+            access,
+            dtype_code_of(x.dtype),
+            how.round_scale,
+            how.use_ue8m0,
+        )
+        launch(turn.stream.ptr)
+    return replace(call, x=codes, scales=scales, quantize=None)

@@ -1,0 +1,1 @@
+"""The host engine: NumPy arrays between processes, over MPI."""

@@ -1,0 +1,109 @@
+"""Messages of one Buffer: one ordered lane a pair of ranks, counted so that it can be emptied.
+
+All messages of a generation (the time between two resets) use one tag, so that each pair's
+messages match in the order they were posted. After a failure some were sent and never received,
+others posted and never sent; ``drain`` compares both ranks' counts and settles every one, so that
+no stale message meets a later receive and nothing is left for ``MPI_Finalize`` to wait for.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepep_cupy.ranks.abort_board import RankState
+from deepep_cupy.ranks.group import Bytes, Request
+from deepep_cupy.ranks.rendezvous import CONTROL_TAG, Pending, Rendezvous, poll
+
+__all__ = ["CHUNK_BYTES", "Wire"]
+
+CHUNK_BYTES = 1 << 30
+"""Largest message: MPI counts are 32-bit."""
+
+_TAGS = 1000
+"""Generations that have tags of their own: MPI promises 32767."""
+
+
+class Wire:
+    """Sends and receives between this rank and its peers, whatever the operation."""
+
+    def __init__(self, rendezvous: Rendezvous, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._rendezvous = rendezvous
+        self._group = rendezvous.group
+        self._chunk_bytes = chunk_bytes
+        self._tag = CONTROL_TAG + 1
+        self._pending: list[Pending] = []
+        self.sent = np.zeros(self._group.size, np.int64)
+        """Messages to each rank in this generation."""
+        self._posted: list[list[Request]] = [[] for _ in range(self._group.size)]
+        self._num_received = np.zeros(self._group.size, np.int64)
+
+    def send(self, peer: int, array: NDArray[np.generic]) -> None:
+        """Start to send a C-contiguous array; empty ones send nothing."""
+        for chunk in self._chunks(array):
+            self._pending.append(Pending(peer, self._group.isend(peer, chunk, self._tag)))
+            self.sent[peer] += 1
+
+    def receive(self, peer: int, array: NDArray[np.generic]) -> None:
+        """Start to receive into a C-contiguous array; empty ones receive nothing."""
+        for chunk in self._chunks(array):
+            request = self._group.irecv(peer, chunk, self._tag)
+            self._pending.append(Pending(peer, request))
+            self._posted[peer].append(request)
+
+    def _chunks(self, array: NDArray[np.generic]) -> list[Bytes]:
+        if array.nbytes == 0:
+            return []
+        flat = array.reshape(-1).view(np.uint8)
+        return [flat[at : at + self._chunk_bytes] for at in range(0, flat.size, self._chunk_bytes)]
+
+    def wait(self, operation: str, phase: str) -> None:
+        """Wait for everything that was started; see ``Rendezvous.wait``."""
+        self._rendezvous.wait(self._pending, operation, phase)
+        for peer, posted in enumerate(self._posted):
+            self._num_received[peer] += len(posted)
+            posted.clear()
+
+    def drain(self, operation: str, sent_to_me: NDArray[np.int64], generation: int) -> None:
+        """Settle what a failure left, and begin a generation. All ranks are in this call.
+
+        Args:
+            operation: Method name, for messages.
+            sent_to_me: ``[R]`` what each rank's ``sent`` says about this rank.
+            generation: The new one, the same on every rank.
+        """
+        missing = sent_to_me - self._num_received
+        for peer, posted in enumerate(self._posted):
+            for request in posted[max(0, int(missing[peer])) :]:
+                request.cancel()
+            missing[peer] -= len(posted)
+        self._throw_away(operation, missing)
+        self._rendezvous.wait(self._pending, operation, "what was under way", RankState.LEFT)
+        self._tag = CONTROL_TAG + 1 + generation % _TAGS
+        self.sent[:] = 0
+        self._num_received[:] = 0
+        for posted in self._posted:
+            posted.clear()
+
+    def _throw_away(self, operation: str, missing: NDArray[np.int64]) -> None:
+        """Receive messages that nothing was posted for."""
+        rounds, deadline = 0, time.monotonic() + self._rendezvous.timeout_s
+        while (missing > 0).any():
+            for peer in np.flatnonzero(missing > 0):
+                request = self._group.take(int(peer), self._tag)
+                if request is not None:
+                    self._pending.append(Pending(int(peer), request))
+                    missing[peer] -= 1
+            self._rendezvous.watch(operation, RankState.LEFT)
+            if time.monotonic() > deadline:
+                late = tuple(int(peer) for peer in np.flatnonzero(missing > 0))
+                raise self._rendezvous.give_up(operation, "messages that were sent", late)
+            poll(rounds)
+            rounds += 1
+
+    def abandon(self) -> None:
+        """This rank leaves for ever: keep alive what peers may still read or write."""
+        self._group.keep([each.request for each in self._pending])
+        self._pending.clear()

@@ -1,0 +1,213 @@
+"""What the api asks of an engine, and what it gets back.
+
+Calls and outputs are made in every call, and so for speed not frozen; nobody changes one.
+
+Two engines exist: ``engines/host.py`` (NumPy and MPI) and ``engines/cuda.py`` (CuPy and kernels).
+The api has checked shapes, dtypes and sizes before it builds a call; an engine checks what only
+the ranks together can know (headers) and what only the data can tell (values of ``topk_idx``).
+What every result must be is said in ``reference/``; here is who passes what to whom.
+
+An engine names the modes it has in ``modes``; the api refuses, on every rank, a call that needs
+another. Without any mode an engine does plain ``dispatch``, ``combine`` and ``barrier``.
+
+===============  =========================================================================
+mode             what a call may have then
+===============  =========================================================================
+``scales``       ``DispatchCall.scales``: FP8 rows with scales
+``quantize``     ``DispatchCall.quantize``: rows cast to FP8 on their way
+``no_wait``      ``DispatchCall.num_worst_tokens``: the host learns no count
+``expand``       ``DispatchCall.expand``, ``zero_padding``, and combines of such handles
+``expert_counts``  ``Routing.expert_counts`` and ``psum_expert_rows`` in every call with choices
+``stats``        ``DispatchCall.recv_stats``
+``events``       ``streams`` of both calls, ``capture``, ``comm_stream``
+``out``          ``CombineCall.out``
+===============  =========================================================================
+
+``no_wait`` and ``expand`` imply ``expert_counts`` for the calls that use them, and every
+combination of the modes an engine names is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from deepep_cupy.engines.calls import Array, CombineCall, DispatchCall, Event, Routing
+from deepep_cupy.protocol.headers import Kind, Refusal
+
+__all__ = [
+    "ALL_MODES",
+    "CombineOutput",
+    "DispatchLayout",
+    "DispatchOutput",
+    "Engine",
+    "ModalEngine",
+    "modes_of",
+]
+
+ALL_MODES = frozenset(
+    {"scales", "quantize", "no_wait", "expand", "expert_counts", "stats", "events", "out"}
+)
+"""Every mode there is."""
+
+
+@dataclass(eq=False, slots=True)
+class DispatchOutput:
+    """What a dispatch produced.
+
+    Attributes:
+        recv_x: ``[routing.num_rows, H]``; dtype of x, or of ``quantize``.
+        recv_topk_idx: ``[N, K]``; rows behind the real ones are -1. ``None`` without choices, in
+            a cached call and in the expanded layout.
+        recv_topk_weights: ``[N, K]`` float32, 0 where the index is -1 and in rows behind the
+            real ones (cached: as passed, unmasked); expanded: ``[routing.num_rows]``, the weight
+            of the row's choice, cached or not.
+        num_recv_tokens_per_expert: Rounded counts; ``[]`` where the host did not wait, without
+            choices and in a cached call.
+        routing: The given one in a cached call.
+        recv_scales: ``[routing.num_rows, S]``, dtype of the scales (float32, or int32 for
+            ``use_ue8m0``), in the order ``scales_layout``; ``None`` without scales.
+        event: When the operation is done; always with ``async_finish``, else ``None``.
+    """
+
+    recv_x: Array
+    recv_topk_idx: Array | None
+    recv_topk_weights: Array | None
+    num_recv_tokens_per_expert: list[int]
+    routing: Routing
+    recv_scales: Array | None = None
+    event: Event | None = None
+
+
+@dataclass(eq=False, slots=True)
+class CombineOutput:
+    """What a combine produced.
+
+    Attributes:
+        combined_x: ``[T, H]``; ``CombineCall.out`` itself where that was given.
+        combined_topk_weights: ``[T, K]`` float32 or ``None``. Expanded: the weight of the copy
+            of each choice, bit for bit, and +0 for a choice that is -1.
+        event: When the operation is done; always with ``async_finish``, else ``None``.
+    """
+
+    combined_x: Array
+    combined_topk_weights: Array | None
+    event: Event | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchLayout:
+    """Counts of one rank's tokens: local, no communication.
+
+    Attributes:
+        num_tokens_per_rank: ``[R]`` int32; a token counts once a rank.
+        num_tokens_per_expert: ``[E]`` int32.
+        is_token_in_rank: ``[T, R]`` bool.
+    """
+
+    num_tokens_per_rank: Array
+    num_tokens_per_expert: Array
+    is_token_in_rank: Array
+
+
+class Engine(Protocol):
+    """One way to move rows between ranks. All methods but ``intake`` and ``empty`` may raise
+    ``PeerTimeoutError`` and ``PeerAbortedError``."""
+
+    name: str
+    """``"host"`` or ``"cuda"``."""
+
+    @property
+    def device(self) -> int | None:
+        """Number of this rank's GPU, as CuPy counts; None on the host engine."""
+        ...
+
+    def intake(self, operation: str, argument: str, value: object) -> Array:
+        """Turn what the user passed into this engine's array type without a copy.
+
+        Raises:
+            ContractError: Wrong kind of array, wrong device, not contiguous. Carries a refusal.
+        """
+        ...
+
+    def glance(self, value: object, strided: bool) -> tuple[Any, ...] | None:
+        """Shape, dtype and whatever else of a writable array that ``intake`` (``strided``:
+        ``intake_scales``) would return as it is; None: ask there. Cheap."""
+        ...
+
+    def dispatch(self, call: DispatchCall) -> DispatchOutput:
+        """Collective. Raises ContractError on every rank when headers differ or one refuses."""
+        ...
+
+    def combine(self, call: CombineCall) -> CombineOutput:
+        """Collective. Raises ContractError on every rank when headers differ or one refuses."""
+        ...
+
+    def refuse(self, kind: Kind, refusal: Refusal) -> None:
+        """Collective. Take this rank's place in the operation with a refusal; raises nothing for
+        the refusal itself (the caller raises its own error)."""
+        ...
+
+    def barrier(self) -> None:
+        """Collective."""
+        ...
+
+    def get_dispatch_layout(self, topk_idx: Array, num_experts: int) -> DispatchLayout:
+        """Local. Entries outside 0..E-1 are ignored; the caller has checked shape and dtype."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Local. Uninitialised memory from which combine needs no copy."""
+        ...
+
+    def check(self) -> None:
+        """Local. Raise what a finished operation has left to be reported, if anything."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Local. Tell all ranks that this one gives up; nothing waits."""
+        ...
+
+    def reset(self) -> None:
+        """Collective. Bring a poisoned engine back to work; older routings stay valid.
+
+        Begins with ``Rendezvous.barrier`` (bounded, names who is late) and ends with another,
+        after which every rank has cleared its line of the abort board.
+        """
+        ...
+
+    def close(self, *, collective: bool) -> None:
+        """Free everything but the group and the board, which the Buffer frees afterwards.
+
+        ``collective=True`` begins with ``Rendezvous.barrier``, frees, and meets a second time:
+        where it returns on one rank, it returns on all, and what blocks may follow. Where it
+        raises, peers may still write here, and what they can reach is left as it is.
+        ``collective=False`` waits for nobody and frees what can be freed alone.
+        """
+        ...
+
+
+class ModalEngine(Engine, Protocol):
+    """What an engine with modes has beside an ``Engine``; the api asks ``modes_of`` first."""
+
+    modes: frozenset[str]
+    """Names of the modes it has, of ``ALL_MODES``."""
+
+    def intake_scales(self, operation: str, argument: str, value: object) -> Array:
+        """Local. As ``intake``, but the array may have any strides. Mode ``scales``."""
+        ...
+
+    def capture(self) -> Event:
+        """Local. The present end of the current stream. Mode ``events``."""
+        ...
+
+    def comm_stream(self) -> Any:
+        """Local. The communication stream; None on the host engine. Mode ``events``."""
+        ...
+
+
+def modes_of(engine: Engine) -> frozenset[str]:
+    """Modes of an engine; none where it names none."""
+    modes: frozenset[str] = getattr(engine, "modes", frozenset())
+    return modes

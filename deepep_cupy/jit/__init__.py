@@ -1,0 +1,1 @@
+"""Kernel text to machine code to launch. Knows no kernel by name."""

@@ -1,1 +1,0 @@
-"""Integers only: sizes, offsets, grids, headers, generated constants. No CuPy, no MPI."""

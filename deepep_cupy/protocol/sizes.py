@@ -1,0 +1,97 @@
+"""The sizes a Buffer is built for, checked once, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepep_cupy.protocol.routing import num_scales, worst_expanded_rows
+
+__all__ = ["MAX_EXPERTS", "MAX_RANKS", "MAX_TOPK", "BufferSpec", "pool_bytes_hint"]
+
+MAX_RANKS = 8
+"""Ranks of one node."""
+MAX_TOPK = 32
+"""Choices per token: one lane of a warp each."""
+MAX_EXPERTS = 1 << 20
+"""Experts in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSpec:
+    """What the constructor was told; every size any plan is derived from.
+
+    Attributes:
+        num_ranks: Ranks R of the communicator, 1 to ``MAX_RANKS``.
+        rank: This rank.
+        num_max_tokens_per_rank: M, the most tokens one rank dispatches in one call.
+        max_row_bytes: ``hidden * itemsize`` of the constructor: no row may be longer.
+        num_topk: The most choices per token, 0 to ``MAX_TOPK``.
+        num_experts: E in all (divisible by R), or ``None`` where only masks are dispatched.
+        timeout_s: Seconds any wait may last.
+        pool_bytes: Bytes of symmetric memory, ``None`` for the default.
+        num_sms: Blocks per kernel, ``None`` for the default.
+        one_byte_items: Whether the constructor's dtype has one byte: then scales, 1/32
+            more, come on top of the longest row.
+    """
+
+    num_ranks: int
+    rank: int
+    num_max_tokens_per_rank: int
+    max_row_bytes: int
+    num_topk: int
+    num_experts: int | None
+    timeout_s: float
+    pool_bytes: int | None = None
+    num_sms: int | None = None
+    one_byte_items: bool = False
+
+    @property
+    def num_local_experts(self) -> int:
+        """El = E / R, 0 without experts."""
+        return 0 if self.num_experts is None else self.num_experts // self.num_ranks
+
+    @property
+    def max_recv_tokens(self) -> int:
+        """R * M: the most rows one rank can receive in one call."""
+        return self.num_ranks * self.num_max_tokens_per_rank
+
+
+_BLOCK = 512
+"""Alignment of blocks in the pool."""
+_LIVE_DISPATCHES = 3
+"""Worst-case receives that fit at once: two alive and one under way."""
+_LIVE_EXPANDED = 2
+"""The same of the expanded layout: one alive and one under way."""
+_LIVE_HANDLES = 64
+"""Handles that outlive their receives, one a layer."""
+_SLACK = 32 << 20
+
+
+def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
+    """Bytes of symmetric memory a Buffer takes per rank when the caller names none.
+
+    Three worst-case receives (``R * M`` rows, with their scales, indices, weights and handle), one
+    block of as many rows for expert outputs, 64 more handles (where rows are short: as many as
+    take the room of a receive), and some slack.
+
+    Args:
+        spec: Sizes of the Buffer.
+        expand_to: Make room for the expanded layout with this ``expert_alignment`` as well: two
+            of its worst-case receives, and one block of as many rows for expert outputs.
+    """
+    tokens, row = spec.max_recv_tokens, spec.max_row_bytes
+    scales = 4 * num_scales(row, packed=False) if spec.one_byte_items else 0
+    handle = _blocks(tokens, 4, 4) + _blocks(spec.num_ranks + spec.num_local_experts, 8)
+    receive = _blocks(tokens, row, scales, 8 * spec.num_topk, 4 * spec.num_topk) + handle
+    total = _LIVE_DISPATCHES * receive + _blocks(tokens, row)
+    total += min(_LIVE_HANDLES * handle, receive)
+    if expand_to is not None:
+        rows = worst_expanded_rows(tokens, spec.num_topk, spec.num_local_experts, expand_to)
+        expanded = _blocks(rows, row, scales, 4) + _blocks(tokens, 4 * spec.num_topk)
+        total += _LIVE_EXPANDED * expanded + _blocks(rows, row)
+    return total + _SLACK
+
+
+def _blocks(rows: int, *parts: int) -> int:
+    """Bytes of one array of ``rows`` items for each part, each in a block of its own."""
+    return sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)

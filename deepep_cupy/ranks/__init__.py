@@ -1,0 +1,1 @@
+"""The group of ranks: MPI, meetings with a deadline, the abort board, the end of a process."""

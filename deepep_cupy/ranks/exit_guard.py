@@ -1,0 +1,81 @@
+"""What must happen when a process ends in the middle of things.
+
+``MPI_Finalize`` waits for all ranks. A process that ends after a rank was late, or by an
+exception that the others do not know of, would wait there for ever, and they for it. So an
+``atexit`` hook, registered after mpi4py is imported and thus run before it finalizes, ends the
+whole program with ``MPI_Abort`` in these cases.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import time
+from dataclasses import dataclass
+
+from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.ranks.group import Group
+
+__all__ = ["ExitGuard"]
+
+_GRACE_S = 1.0
+"""Seconds for the other ranks to print what they have to say before all are ended."""
+
+
+@dataclass(eq=False)
+class ExitGuard:
+    """Watches over one Buffer until it is closed by all ranks together.
+
+    Attributes:
+        group: Its ranks.
+        board: Their abort board.
+        keep: Whatever must not die before the process does, should nobody close the Buffer.
+        doomed: True while an unreset failure means that ranks cannot end in an orderly way.
+        code: Exit code to end with.
+    """
+
+    group: Group
+    board: AbortBoard
+    keep: object = None
+    doomed: bool = False
+    code: int = 1
+
+    def begin(self) -> None:
+        """Start to watch."""
+        if not _guards:
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)
+        _guards.append(self)
+
+    def end(self) -> None:
+        """All ranks have closed the Buffer: nothing to watch any more."""
+        if self in _guards:
+            _guards.remove(self)
+
+
+_guards: list[ExitGuard] = []
+
+
+def _at_exit() -> None:
+    # Set by the interpreter when an exception that nobody caught ended the program.
+    uncaught = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    fatal = [guard for guard in _guards if guard.group.size > 1 and (guard.doomed or uncaught)]
+    if not fatal:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    first = fatal[0]
+    error = getattr(sys, "last_value", None)
+    text = "it ends" if error is None else f"{type(error).__name__}: {error}"
+    for guard in fatal:
+        if guard.board.find() is None:  # others in a call can still say why they end
+            reason = AbortReason.ERROR
+            guard.board.abort(Abort(reason, guard.group.rank, (), text), RankState.LEFT)
+        guard.board.exiting()
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and not first.board.all_exiting():
+        time.sleep(0.005)
+    first.group.abort(first.code)

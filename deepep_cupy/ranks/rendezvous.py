@@ -1,0 +1,234 @@
+"""Waits between ranks that end: by success, by a deadline, or because another rank gave up.
+
+Nothing here blocks inside MPI. Every wait tests its requests, looks at the abort board, and names
+the ranks it waited for in vain. Both engines use it to come together in ``reset`` and ``close``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepep_cupy.errors import DeepEPCupyError, PeerAbortedError, PeerTimeoutError
+from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.ranks.group import Group, LinkError, Request
+
+__all__ = ["CONTROL_TAG", "Pending", "Rendezvous", "name_ranks", "poll"]
+
+CONTROL_TAG = 0
+"""Tag of ``Rendezvous.exchange``; operations use others."""
+
+_YIELDS = 100
+"""Polls that only give the processor away, before the first sleep."""
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+_LAST_CHANCES = 20
+"""Polls after the deadline, or after a peer gave up, that hear what has come all the same: this
+process may itself have been stopped, or the peer may have given up in a later call."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request, and the rank it waits for."""
+
+    peer: int
+    request: Request
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 1, 3``."""
+    listed = ", ".join(str(rank) for rank in ranks)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def poll(round_number: int) -> None:
+    """Give the processor away: at once in the first rounds, for up to a millisecond later."""
+    if round_number < _YIELDS:
+        os.sched_yield()
+    else:
+        doublings = min((round_number - _YIELDS) // 16, 16)
+        time.sleep(min(_FIRST_SLEEP_S * 2**doublings, _LONGEST_SLEEP_S))
+
+
+class Rendezvous:
+    """Bounded waits among the ranks of one Buffer.
+
+    Args:
+        group: The ranks.
+        board: Their abort board.
+        timeout_s: Seconds any one wait may last.
+    """
+
+    def __init__(self, group: Group, board: AbortBoard, timeout_s: float) -> None:
+        self.group = group
+        self.board = board
+        self.timeout_s = timeout_s
+        self._serial = 0
+        self._barrier: Request | None = None
+
+    def watch(self, operation: str, at_least: RankState = RankState.ABORTED) -> None:
+        """Raise when a rank has given up.
+
+        Raises:
+            PeerTimeoutError: It waited in vain for a rank that is not this one.
+            PeerAbortedError: Any other reason.
+        """
+        abort = self.board.find(at_least)
+        if abort is not None:
+            raise self._pass_on(operation, abort)
+
+    def wait(
+        self,
+        pending: list[Pending],
+        operation: str,
+        phase: str,
+        at_least: RankState = RankState.ABORTED,
+    ) -> None:
+        """Wait until all are done; ``pending`` keeps what is not when this raises.
+
+        Args:
+            pending: Requests; done ones are removed.
+            operation: Method name, for the message.
+            phase: What is waited for, for the message.
+            at_least: State of another rank that ends the wait.
+        """
+        expired, hopeless, rounds = 0, 0, 0
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            expired += time.monotonic() > deadline
+            # A rank that has given up may have sent this before: only what stays away is lost.
+            gone = self.board.hopeless(at_least)
+            hopeless += any(each.peer in gone for each in pending)
+            self._test(pending, operation)
+            if not pending:
+                return
+            if hopeless > _LAST_CHANCES:
+                self.watch(operation, at_least)
+            if expired > _LAST_CHANCES:
+                late = tuple(sorted({each.peer for each in pending}))
+                raise self.give_up(operation, phase, late)
+            poll(rounds)
+            rounds += 1
+
+    def _test(self, pending: list[Pending], operation: str) -> None:
+        for each in pending[:]:
+            try:
+                done = each.request.test()
+            except LinkError as error:
+                pending.remove(each)
+                raise self._lost(operation, each.peer, error) from error
+            if done:
+                pending.remove(each)
+
+    def barrier(self, operation: str) -> None:
+        """Meet all ranks. A barrier that failed is taken up again by the next call.
+
+        Raises:
+            PeerTimeoutError: Names the ranks that did not come.
+            PeerAbortedError: A rank has left for ever.
+        """
+        if self._barrier is None:
+            self._serial += 1
+            self.board.arrive(self._serial)
+            self._barrier = self.group.ibarrier()
+        expired, rounds = 0, 0
+        deadline = time.monotonic() + self.timeout_s
+        while not self._met(operation):
+            self.watch(operation, RankState.LEFT)
+            expired += time.monotonic() > deadline
+            if expired > _LAST_CHANCES:
+                late = self.board.not_arrived(self._serial)
+                raise self.give_up(operation, "", late)
+            poll(rounds)
+            rounds += 1
+        self._barrier = None
+
+    def _met(self, operation: str) -> bool:
+        try:
+            return self._barrier is None or self._barrier.test()
+        except LinkError as error:
+            late = self.board.not_arrived(self._serial)
+            raise self._lost(operation, late[0] if late else -1, error) from error
+
+    def exchange(self, operation: str, words: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give a few words to every rank; returns ``[R, len(words)]``, one row a rank."""
+        group = self.group
+        everyone = np.zeros((group.size, len(words)), np.int64)
+        everyone[group.rank] = words
+        mine = words.astype(np.int64).view(np.uint8)
+        pending: list[Pending] = []
+        for peer in range(group.size):
+            if peer != group.rank:
+                theirs = everyone[peer].view(np.uint8)
+                pending.append(Pending(peer, group.irecv(peer, theirs, CONTROL_TAG)))
+                pending.append(Pending(peer, group.isend(peer, mine, CONTROL_TAG)))
+        try:
+            self.wait(pending, operation, "their state", RankState.LEFT)
+        except DeepEPCupyError:
+            group.keep([each.request for each in pending])
+            raise
+        return everyone
+
+    # ------------------------------------------------------------------------------- failures
+
+    def give_up(self, operation: str, phase: str, late: tuple[int, ...]) -> PeerTimeoutError:
+        """Write the board, and return the error to raise: ``late`` did not come in time.
+
+        Args:
+            operation: Method name.
+            phase: What was waited for; empty: that they make this call.
+            late: The ranks that were waited for.
+        """
+        rank = self.group.rank
+        self.board.abort(Abort(AbortReason.TIMEOUT, rank, late, operation))
+        who = name_ranks(late) if late else "the other ranks"
+        what = f"{phase} from {who}" if phase else f"{who} to make this call"
+        return PeerTimeoutError(
+            f"{operation}(): rank {rank} waited {self.timeout_s:g} s in vain for {what}; "
+            f"{_what_next(operation)}.",
+            late,
+        )
+
+    def _lost(self, operation: str, peer: int, error: LinkError) -> PeerAbortedError:
+        rank = self.group.rank
+        who = f"rank {peer}" if peer >= 0 else "another rank"
+        text = f"the link from rank {rank} to {who} broke: {error}"
+        self.board.abort(Abort(AbortReason.ERROR, rank, (), text))
+        return PeerAbortedError(
+            f"{operation}(): {text}; {who} has probably died; end the program.", peer
+        )
+
+    def _pass_on(self, operation: str, abort: Abort) -> PeerTimeoutError | PeerAbortedError:
+        """The error that another rank's board line means here; this rank's line repeats it."""
+        rank = self.group.rank
+        self.board.abort(abort)
+        what_next = _what_next(operation)
+        if abort.reason != AbortReason.TIMEOUT:
+            return PeerAbortedError(
+                f"{operation}(): rank {abort.origin} aborted ({abort.text}), so rank {rank} "
+                f"cannot go on; {what_next}.",
+                abort.origin,
+            )
+        others = tuple(late for late in abort.late if late != rank)
+        if others:
+            return PeerTimeoutError(
+                f"{operation}(): rank {abort.origin} waited in vain for {name_ranks(abort.late)} "
+                f"in {abort.text}(), so rank {rank} cannot go on; {what_next}.",
+                others,
+            )
+        return PeerAbortedError(
+            f"{operation}(): rank {abort.origin} waited in vain for this rank ({rank}) in "
+            f"{abort.text}() and gave up; {what_next}.",
+            abort.origin,
+        )
+
+
+def _what_next(operation: str) -> str:
+    if operation == "close":
+        return "end the program: this Buffer's memory is left to the end of the process"
+    return "call reset() or close() on every rank, or end the program"

@@ -1,1 +1,0 @@
-"""The group of ranks, and the memory that all of them can see."""
