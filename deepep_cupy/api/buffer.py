@@ -519,10 +519,10 @@ class Buffer(Operations):
         self._checker = Checker(
             self._spec,
             self._serial,
-            self._engine.intake,
+            self._engine.import_array,
             modes,
-            cast(ModalEngine, self._engine).intake_scales if "scales" in modes else None,
-            self._engine.glance,
+            cast(ModalEngine, self._engine).import_scales if "scales" in modes else None,
+            self._engine.array_key,
         )
         self._num_sms: int | None = None
         self._state = State.OPEN

@@ -23,10 +23,10 @@ from deepep_cupy.engines.calls import (
 )
 from deepep_cupy.protocol.headers import Layout
 
-__all__ = ["Glance", "Key", "Memo", "combine_key", "dispatch_key"]
+__all__ = ["ArrayKey", "Key", "PlanCache", "combine_key", "dispatch_key"]
 
 Seen: TypeAlias = tuple[Any, ...]
-Glance: TypeAlias = Callable[[object, bool], Seen | None]
+ArrayKey: TypeAlias = Callable[[object, bool], Seen | None]
 """``Engine.glance``."""
 Key: TypeAlias = tuple[Any, ...]
 F = TypeVar("F", bound=Form)
@@ -36,7 +36,7 @@ _NOTHING = (type(None),) * 5
 _MOST_FORMS = 64
 
 
-def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> Key | None:
+def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int) -> Key | None:
     """The key of the form of a dispatch."""
     x, scales, handle, weights = given.x, None, given.handle, given.topk_weights
     types = tuple(map(type, given))
@@ -44,7 +44,7 @@ def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> 
         if len(x) != 2:
             return None
         x, scales = x
-    seen = glance(x, False)
+    seen = array_key(x, False)
     if seen is None or len(seen[0]) != 2:
         return None
     tokens, hidden = seen[0]
@@ -59,19 +59,19 @@ def dispatch_key(given: DispatchArguments, glance: Glance, most_tokens: int) -> 
             return None
         kind = _kind(handle)
     if scales is not None:
-        of_scales = _by_row(glance(scales, True), tokens)
+        of_scales = _by_row(array_key(scales, True), tokens)
         if of_scales is None:
             return None
     if given.topk_idx is not None:
-        of_choices = _by_row(glance(given.topk_idx, False), tokens)
+        of_choices = _by_row(array_key(given.topk_idx, False), tokens)
         if of_choices is None:
             return None
     if weights is not None:
-        of_weights = _by_row(glance(weights, False), tokens)
+        of_weights = _by_row(array_key(weights, False), tokens)
         if of_weights is None:
             return None
     if types[4:9] != _NOTHING:
-        of_others = _others(given, glance, tokens)
+        of_others = _others(given, array_key, tokens)
         if of_others is None:
             return None
     return types, hidden, seen[1], kind, of_scales, of_choices, of_weights, of_others, given[10:]
@@ -85,13 +85,13 @@ def _by_row(seen: Seen | None, rows: int) -> Key | None:
     return (shape[1:], seen[1]) if shape[:1] == (rows,) else None
 
 
-def _others(given: DispatchArguments, glance: Glance, tokens: int) -> Key | None:
+def _others(given: DispatchArguments, array_key: ArrayKey, tokens: int) -> Key | None:
     """What counts of mask, counts and statistics."""
     parts: list[object] = []
     for array in given[4:9]:
         part: object = None
         if array is not None:
-            seen = glance(array, False)
+            seen = array_key(array, False)
             part = _by_row(seen, tokens) if array is given.is_token_in_rank else seen and seen[:2]
             if part is None:
                 return None
@@ -99,18 +99,18 @@ def _others(given: DispatchArguments, glance: Glance, tokens: int) -> Key | None
     return tuple(parts)
 
 
-def combine_key(given: CombineArguments, glance: Glance) -> Key | None:
+def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
     """The key of the form of a combine."""
     handle, weights, types = given.handle, given.topk_weights, tuple(map(type, given))
     if types[1] is not DispatchHandle:
         return None
     rows = handle.routing.num_rows
-    of_x = _by_row(glance(given.x, False), rows)
+    of_x = _by_row(array_key(given.x, False), rows)
     if of_x is None or len(of_x[0]) != 1:
         return None
     of_weights = of_others = None
     if weights is not None:
-        of_weights = _by_row(glance(weights, False), rows)
+        of_weights = _by_row(array_key(weights, False), rows)
         if of_weights is None:
             return None
     if types[3:6] != _NOTHING[:3]:
@@ -118,7 +118,7 @@ def combine_key(given: CombineArguments, glance: Glance) -> Key | None:
         tokens = handle.num_tokens
         wanted = (rows, given.row_weights), (tokens, given.out)
         for number, array in (*wanted, *((tokens, each) for each in listed(given.bias))):
-            part = None if array is None else _by_row(glance(array, False), number)
+            part = None if array is None else _by_row(array_key(array, False), number)
             if part is None and array is not None:
                 return None
             parts.append(part)
@@ -126,7 +126,7 @@ def combine_key(given: CombineArguments, glance: Glance) -> Key | None:
     return types, of_x, _kind(handle), of_weights, of_others, given[7:]
 
 
-class Memo(Generic[F]):
+class PlanCache(Generic[F]):
     """Forms that were found to be right."""
 
     __slots__ = ("_forms",)

@@ -1,8 +1,8 @@
 """Every check of a call's arguments that one rank can make alone.
 
 A check that fails raises ``ContractError`` with a refusal, which the Buffer sends to the other
-ranks in this rank's place, so that all raise. Array types are the engine's business (``intake``);
-here are shapes, dtypes and what goes with what.
+ranks in this rank's place, so that all raise. Array types are the engine's business
+(``import_array``); here are shapes, dtypes and what goes with what.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from deepep_cupy.api.call_cache import Glance, Memo, combine_key, dispatch_key
+from deepep_cupy.api.call_cache import ArrayKey, PlanCache, combine_key, dispatch_key
 from deepep_cupy.api.config import Config, resolve_dtype
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
@@ -45,13 +45,13 @@ from deepep_cupy.protocol.headers import (
 from deepep_cupy.protocol.routing import num_scales
 from deepep_cupy.protocol.sizes import BufferSpec
 
-__all__ = ["Checker", "Checks", "Intake", "is_int"]
+__all__ = ["ArrayImporter", "Checker", "Checks", "is_int"]
 
 
 # ---------------- The parts that checks of arguments are made of: shapes, dtypes, numbers, and how
 
 
-Intake = Callable[[str, str, object], Any]
+ArrayImporter = Callable[[str, str, object], Any]
 
 
 def is_int(value: object) -> bool:
@@ -75,19 +75,19 @@ class Checks:
         self,
         spec: BufferSpec,
         buffer: int,
-        intake: Intake,
+        import_array: ArrayImporter,
         modes: frozenset[str] = ALL_MODES,
-        intake_scales: Intake | None = None,
-        glance: Glance | None = None,
+        import_scales: ArrayImporter | None = None,
+        array_key: ArrayKey | None = None,
     ) -> None:
         self._spec = spec
         self._buffer = buffer
-        self._intake = intake
+        self._intake = import_array
         self._modes = modes
-        self._intake_scales = intake_scales or intake
-        self._glance = glance
-        self._dispatches: Memo[DispatchForm] = Memo()
-        self._combines: Memo[CombineForm] = Memo()
+        self._intake_scales = import_scales or import_array
+        self._glance = array_key
+        self._dispatches: PlanCache[DispatchForm] = PlanCache()
+        self._combines: PlanCache[CombineForm] = PlanCache()
 
     def rows(self, operation: str, value: object, wire_itemsize: int | None = None) -> Any:
         """``[rows, H]`` of a length that the Buffer was made for.
@@ -240,8 +240,8 @@ class Checks:
     def take(self, operation: str, argument: str, value: object, *, strided: bool = False) -> Any:
         """The engine's array; whatever it complains about is refused on every rank."""
         try:
-            intake = self._intake_scales if strided else self._intake
-            return intake(operation, argument, value)
+            import_array = self._intake_scales if strided else self._intake
+            return import_array(operation, argument, value)
         except ContractError as error:
             if error.refusal is None:
                 error.refusal = Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index(argument))
@@ -274,8 +274,8 @@ class Checker(Checks):
 
     def dispatch(self, given: DispatchArguments) -> tuple[DispatchCall, Signature]:
         """Check a dispatch; the call for the engine, and the signature of the handle to make."""
-        glance, most = self._glance, self._spec.num_max_tokens_per_rank
-        key = None if glance is None else dispatch_key(given, glance, most)
+        array_key, most = self._glance, self._spec.num_max_tokens_per_rank
+        key = None if array_key is None else dispatch_key(given, array_key, most)
         form = self._dispatches.find(key)
         if form is None:
             given, form = self._dispatch(given)
@@ -549,8 +549,8 @@ class Checker(Checks):
 
     def combine(self, given: CombineArguments) -> CombineCall:
         """Check a combine; the call for the engine."""
-        glance = self._glance
-        key = None if glance is None else combine_key(given, glance)
+        array_key = self._glance
+        key = None if array_key is None else combine_key(given, array_key)
         form = self._combines.find(key)
         if form is None:
             given, form = self._combine(given)

@@ -7,15 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from deepep_cupy.bench import flavors_command
-from deepep_cupy.bench.runs import Moves, add_latency_arguments, run_latency
+from deepep_cupy.bench.runs import OperationBench, add_latency_arguments, run_latency
 
 __all__ = ["add_arguments", "run"]
 
 _LATENCY = SimpleNamespace(add_arguments=add_latency_arguments, run=run_latency)
 _VERBS: dict[str, tuple[Any, str]] = {
-    "dispatch": (Moves("dispatch"), "rows to the ranks of their experts, beside what links carry"),
-    "combine": (Moves("combine"), "rows back and added up, beside what links carry"),
-    "roundtrip": (Moves("roundtrip"), "one after the other"),
+    "dispatch": (
+        OperationBench("dispatch"),
+        "rows to the ranks of their experts, beside what links carry",
+    ),
+    "combine": (OperationBench("combine"), "rows back and added up, beside what links carry"),
+    "roundtrip": (OperationBench("roundtrip"), "one after the other"),
     "latency": (_LATENCY, "few tokens: from Python, from graphs, and on the host"),
     "flavors": (flavors_command, "kinds of loads and hints to L2, and what they mean for a Buffer"),
 }

@@ -12,7 +12,7 @@ from deepep_cupy.bench.ceilings import Ceiling, CeilingKernel
 from deepep_cupy.bench.modes import Mode
 from deepep_cupy.bench.nccl import NcclExchange, Routes
 from deepep_cupy.bench.timing import CudaTimer, HostTimer, Timer, slowest
-from deepep_cupy.bench.workload import Load, Ranks, graph_calls
+from deepep_cupy.bench.workload import Ranks, Workload, graph_calls
 from deepep_cupy.errors import DeepEPCupyError
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "ceilings_of",
     "count_ceilings",
     "floor_of",
-    "measure_load",
     "measure_nccl",
+    "measure_workload",
 ]
 
 Step = Callable[[str], None]
@@ -146,7 +146,7 @@ _WAYS = {"dispatch": ("there",), "combine": ("back",), "roundtrip": ("there", "b
 
 
 def ceilings_of(
-    load: Load, modes: Iterable[Mode], kernel: CeilingKernel, meter: Meter, step: Step
+    load: Workload, modes: Iterable[Mode], kernel: CeilingKernel, meter: Meter, step: Step
 ) -> tuple[list[Measurement], Rates]:
     """The bare copies for these modes, at the SMs of the load's Buffer. Collective."""
     bench, rates = load.bench, Rates()
@@ -156,7 +156,7 @@ def ceilings_of(
     sizes = sorted({bench.shape.row_bytes(mode) for mode in modes}, reverse=True)
     for way, size in ((way, size) for way in ways for size in sizes):
         traffic = load.traffic if way == "there" else load.traffic.reversed
-        region, sms = bench.core.memory.region, bench.num_sms or 1
+        region, sms = bench.runtime.memory.region, bench.num_sms or 1
         ceiling = Ceiling(kernel, bench.ranks.comm, bench.buffer, region, traffic, size, sms)
         ceiling.check()
         for name, call in ceiling.calls.items():
@@ -197,7 +197,7 @@ class Bytes:
     local: int
 
 
-def bytes_of(load: Load, mode: Mode) -> dict[str, Bytes]:
+def bytes_of(load: Workload, mode: Mode) -> dict[str, Bytes]:
     """For the way ``there`` and the way ``back``, as far as the mode goes them.
 
     Bytes within a GPU count where they may bound the call: where nothing crosses a link, and in
@@ -239,8 +239,8 @@ def floor_of(moved: dict[str, Bytes], rates: Rates, size: int) -> float | None:
 # ---------------------------------------------------------------------------------------- calls
 
 
-def measure_load(
-    load: Load, modes: Iterable[Mode], meter: Meter, rates: Rates, step: Step
+def measure_workload(
+    load: Workload, modes: Iterable[Mode], meter: Meter, rates: Rates, step: Step
 ) -> list[Measurement]:
     """The calls of these modes, each checked before and after. Collective."""
     bench, found = load.bench, []
@@ -275,7 +275,7 @@ def measure_load(
 
 
 def measure_nccl(
-    load: Load, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
+    load: Workload, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
 ) -> Measurement:
     """The same rows by NCCL, checked before. Collective."""
     bench, ranks = load.bench, load.ranks

@@ -15,19 +15,19 @@ from deepep_cupy.bench.measure import (
     Rates,
     ceilings_of,
     count_ceilings,
-    measure_load,
     measure_nccl,
+    measure_workload,
 )
 from deepep_cupy.bench.modes import DEFAULTS, Mode, available, parse
 from deepep_cupy.bench.nccl import NcclFailedError, connect, why_no_nccl
 from deepep_cupy.bench.report import Report, Steps
 from deepep_cupy.bench.routing import ROUTINGS
-from deepep_cupy.bench.workload import Bench, Load, Ranks, Shape
+from deepep_cupy.bench.workload import Bench, Ranks, Shape, Workload
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.sizes import MAX_RANKS, MAX_TOPK
 
 __all__ = [
-    "Moves",
+    "OperationBench",
     "Run",
     "add_common",
     "add_latency_arguments",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class Moves:
+class OperationBench:
     """A sub-command of ``bench``, as a module would be one.
 
     Args:
@@ -98,12 +98,12 @@ class Moves:
 
 def _measure(run: Run, bench: Bench, modes: list[Mode], steps: Steps, *, with_nccl: bool) -> None:
     """All that is measured on one Buffer."""
-    load, rows = Load(bench, run.shape.num_tokens), run.report.rows
+    load, rows = Workload(bench, run.shape.num_tokens), run.report.rows
     rates: Rates = {}
     if run.kernel is not None:
         found, rates = ceilings_of(load, modes, run.kernel, run.meter, steps)
         rows += found
-    rows += measure_load(load, modes, run.meter, rates, steps)
+    rows += measure_workload(load, modes, run.meter, rates, steps)
     if with_nccl and run.connection is not None:
         rows.append(measure_nccl(load, modes[0].operation, run.connection, run.meter, rates, steps))
 
@@ -253,8 +253,8 @@ def _measure_latency(
     run_latency: Run, bench: Bench, tokens: int, modes: list[Mode], steps: Steps
 ) -> None:
     """All that is measured for one number of tokens."""
-    load, rows = Load(bench, tokens), run_latency.report.rows
-    rows += measure_load(load, modes, run_latency.meter, {}, steps)
+    load, rows = Workload(bench, tokens), run_latency.report.rows
+    rows += measure_workload(load, modes, run_latency.meter, {}, steps)
     if run_latency.connection is not None:
         for operation in dict.fromkeys(mode.operation for mode in modes):
             rows.append(

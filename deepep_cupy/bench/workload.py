@@ -33,7 +33,7 @@ from deepep_cupy.bench.traffic import (
 from deepep_cupy.engines.protocol import modes_of
 from deepep_cupy.reference.quant import quantize
 
-__all__ = ["Bench", "Load", "Ranks", "Shape", "graph_calls"]
+__all__ = ["Bench", "Ranks", "Shape", "Workload", "graph_calls"]
 
 _SALT, _SCALE_SALT, _BYTE_SALT = 7, 8, 9
 _CAST_SAMPLE = 16
@@ -201,13 +201,13 @@ class Bench:
         )
         ranks.settle(self.buffer)
         self.engine_modes = modes_of(self.buffer._engine)
-        self.num_sms = int(self.core.grids.most) if ranks.gpu else None
+        self.num_sms = int(self.runtime.grids.most) if ranks.gpu else None
 
     @property
-    def core(self) -> Any:
+    def runtime(self) -> Any:
         """The inside of a cuda engine: grids and memory are all that a bench knows of it."""
         engine: Any = self.buffer._engine
-        return engine._core
+        return engine._runtime
 
     def __enter__(self) -> Self:
         self.buffer.__enter__()
@@ -236,7 +236,7 @@ def kept_rows(mode: Mode, num_tokens: int, copies: int) -> int:
     return 1 + copies * mode.expanded
 
 
-class Load:
+class Workload:
     """Arrays for one number of tokens, a handle, and the calls. The constructor is collective.
 
     Attributes:

@@ -20,7 +20,7 @@ from deepep_cupy import Buffer
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.sizes import MAX_RANKS
 from deepep_cupy.testing.data import Case, cases, expected, mode_cases
-from deepep_cupy.testing.trip import Trip, buffer_arguments, modes_needed
+from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_needed
 
 __all__ = ["add_arguments", "run"]
 
@@ -114,7 +114,7 @@ def _try(comm: Any, case: Case, seed: int, engine: str) -> _Outcome:
             outcome.dispatch = _NONE
             return outcome
         arrays = _Arrays(buffer)
-        trip = Trip(buffer, case, part, arrays.up)
+        trip = RoundTrip(buffer, case, part, arrays.up)
         arrays.wait()  # they are ready before the clock starts
         buffer.barrier()
         start = time.perf_counter()

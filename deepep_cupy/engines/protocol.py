@@ -112,7 +112,7 @@ class DispatchLayout:
 
 
 class Engine(Protocol):
-    """One way to move rows between ranks. All methods but ``intake`` and ``empty`` may raise
+    """One way to move rows between ranks. All methods but ``import_array`` and ``empty`` may raise
     ``PeerTimeoutError`` and ``PeerAbortedError``."""
 
     name: str
@@ -123,7 +123,7 @@ class Engine(Protocol):
         """Number of this rank's GPU, as CuPy counts; None on the host engine."""
         ...
 
-    def intake(self, operation: str, argument: str, value: object) -> Array:
+    def import_array(self, operation: str, argument: str, value: object) -> Array:
         """Turn what the user passed into this engine's array type without a copy.
 
         Raises:
@@ -131,9 +131,9 @@ class Engine(Protocol):
         """
         ...
 
-    def glance(self, value: object, strided: bool) -> tuple[Any, ...] | None:
-        """Shape, dtype and whatever else of a writable array that ``intake`` (``strided``:
-        ``intake_scales``) would return as it is; None: ask there. Cheap."""
+    def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
+        """Shape, dtype and whatever else of a writable array that ``import_array`` (``strided``:
+        ``import_scales``) would return as it is; None: ask there. Cheap."""
         ...
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
@@ -194,8 +194,8 @@ class ModalEngine(Engine, Protocol):
     modes: frozenset[str]
     """Names of the modes it has, of ``ALL_MODES``."""
 
-    def intake_scales(self, operation: str, argument: str, value: object) -> Array:
-        """Local. As ``intake``, but the array may have any strides. Mode ``scales``."""
+    def import_scales(self, operation: str, argument: str, value: object) -> Array:
+        """Local. As ``import_array``, but the array may have any strides. Mode ``scales``."""
         ...
 
     def capture(self) -> Event:

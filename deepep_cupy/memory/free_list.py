@@ -1,7 +1,7 @@
 """Free memory as a sorted list of segments, each with the work that may still touch it.
 
 A segment is free for the host but perhaps not for the device: kernels queued before its last
-array died may still run. ``pending`` says which: one ``Mark`` a stream. Neighbours melt into one
+array died may still run. ``pending`` says which: one ``Stamp`` a stream. Neighbours melt into one
 segment only where the same streams are pending on both, so that a block that a slow side stream
 has read does not make the whole pool wait for that stream; an allocation may span neighbours that
 did not melt.
@@ -13,13 +13,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
-__all__ = ["FreeList", "Mark", "Segment", "Stream"]
+__all__ = ["FreeList", "Segment", "Stamp", "Stream"]
 
 Stream: TypeAlias = Hashable
 """A CUDA stream as the engine holds it; equal objects are one stream."""
 
 
-class Mark:
+class Stamp:
     """All work queued on ``stream`` up to ``tick`` of the pool's clock.
 
     Attributes:
@@ -43,7 +43,7 @@ class Segment:
 
     __slots__ = ("end", "offset", "pending")
 
-    def __init__(self, offset: int, end: int, pending: dict[Stream, Mark]) -> None:
+    def __init__(self, offset: int, end: int, pending: dict[Stream, Stamp]) -> None:
         self.offset = offset
         self.end = end
         self.pending = pending
@@ -131,17 +131,21 @@ class FreeList:
         for first, (head, _) in enumerate(priced):
             waits, newest, end = 0, 0, head.offset
             for at in range(first, len(priced)):
-                segment, price = priced[at]
-                if segment.offset != end or price is None:
+                segment, wait_cost = priced[at]
+                if segment.offset != end or wait_cost is None:
                     break
-                waits, newest, end = max(waits, price[0]), max(newest, price[1]), segment.end
+                waits, newest, end = (
+                    max(waits, wait_cost[0]),
+                    max(newest, wait_cost[1]),
+                    segment.end,
+                )
                 if end - head.offset >= nbytes:
                     found = (waits, newest, head.offset)
                     best = found if best is None or found < best else best
                     break
         return None if best is None else best[2]
 
-    def take(self, offset: int, nbytes: int) -> dict[Stream, Mark]:
+    def take(self, offset: int, nbytes: int) -> dict[Stream, Stamp]:
         """Cut ``[offset, offset + nbytes)`` out and return what is pending on it.
 
         The range must be free: it comes from one of the searches. The result must not be changed.
@@ -158,7 +162,7 @@ class FreeList:
             segment.end = offset
             return segment.pending
         last = first
-        pending: dict[Stream, Mark] = {}
+        pending: dict[Stream, Stamp] = {}
         rest: list[Segment] = []
         while True:
             segment = self._segments[last]
@@ -199,7 +203,7 @@ class FreeList:
         return best
 
 
-def _take_newer(into: dict[Stream, Mark], marks: dict[Stream, Mark]) -> None:
+def _take_newer(into: dict[Stream, Stamp], marks: dict[Stream, Stamp]) -> None:
     for stream, mark in marks.items():
         known = into.get(stream)
         if known is None or known.tick < mark.tick:

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import ALIGNMENT, Block, BlockOwner, round_up
-from deepep_cupy.memory.free_list import FreeList, Mark, Segment, Stream
-from deepep_cupy.memory.reuse import Resting
+from deepep_cupy.memory.free_list import FreeList, Segment, Stamp, Stream
+from deepep_cupy.memory.size_cache import SizeCache
 from deepep_cupy.memory.stream_clock import MAX_FACTS, EventSource, StreamClock
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Pool:
         self._graphs: dict[int, FreeList] = {}
         self._held: list[tuple[int, Segment]] = []
         self._live: dict[int, Block] = {}
-        self._resting = Resting()
+        self._resting = SizeCache()
         self._live_bytes = self._peak = self._num_allocs = self._num_found = 0
         self._closed = False
 
@@ -446,7 +446,7 @@ class Pool:
             if offset is None and self._wake():
                 offset = self._find(nbytes, stream)
             if offset is None:
-                offset = home.cheapest_fit(nbytes, self._clock.price(stream))
+                offset = home.cheapest_fit(nbytes, self._clock.wait_cost(stream))
         if offset is None:
             return None
         pending = home.take(offset, nbytes)
@@ -479,7 +479,7 @@ class Pool:
     def _drain(self, *, may_record: bool) -> None:
         """Take back what finalizers have queued. Calls no CUDA unless ``may_record``."""
         queue = self.given_back
-        foreign: dict[Stream, Mark] = {}
+        foreign: dict[Stream, Stamp] = {}
         tick, live, rest = self._clock.tick, self._live, self._resting.put
         while queue:
             block = queue.popleft()
@@ -516,11 +516,11 @@ class Pool:
             pending[stream] = mark(stream)
         self._home(block.capture).insert(Segment(block.offset, block.end, pending))
 
-    def _cut(self, block: Block, home: FreeList, users: dict[Stream, Mark] | None = None) -> None:
+    def _cut(self, block: Block, home: FreeList, users: dict[Stream, Stamp] | None = None) -> None:
         """Make free what ``block`` keeps behind its end. ``users``: the other streams that worked
         on the block before it was shrunk."""
         if block.room > block.nbytes:
-            pending = {**(users or {}), block.stream: Mark(block.stream, block.born)}
+            pending = {**(users or {}), block.stream: Stamp(block.stream, block.born)}
             home.insert(Segment(block.end, block.offset + block.room, pending))
             block.room = block.nbytes
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from deepep_cupy.memory.free_list import Mark, Segment, Stream
+from deepep_cupy.memory.free_list import Segment, Stamp, Stream
 
 __all__ = ["EventSource", "StreamClock"]
 
@@ -57,7 +57,7 @@ class StreamClock:
         self.events = events
         self.num_waits = 0
         self.tick = 1
-        self._marks: dict[Stream, Mark] = {}
+        self._marks: dict[Stream, Stamp] = {}
         self._over_all = 0
         self._over: dict[Stream, int] = {}
         self._waited: dict[Stream, dict[Stream, int]] = {}
@@ -67,22 +67,22 @@ class StreamClock:
         self.tick += 1
         return self.tick - 1
 
-    def mark(self, stream: Stream, tick: int | None = None) -> Mark:
+    def mark(self, stream: Stream, tick: int | None = None) -> Stamp:
         """The mark for what is given back now, or was at a tick; mostly one per stream and tick."""
         tick = self.tick if tick is None else tick
         mark = self._marks.get(stream)
         if mark is None or mark.tick != tick:
             if len(self._marks) >= MAX_FACTS:
                 self._marks.clear()
-            mark = self._marks[stream] = Mark(stream, tick)
+            mark = self._marks[stream] = Stamp(stream, tick)
         return mark
 
-    def record(self, mark: Mark) -> None:
+    def record(self, mark: Stamp) -> None:
         """Record the event of ``mark``; its stream must not be capturing."""
         mark.event = self.events.record(mark.stream)
         mark.covers = self.advance()
 
-    def record_all(self, marks: Iterable[Mark]) -> None:
+    def record_all(self, marks: Iterable[Stamp]) -> None:
         """Record events for marks that have none and whose streams allow it."""
         for mark in marks:
             if mark.event is None and self.events.capture_id(mark.stream) == 0:
@@ -97,7 +97,7 @@ class StreamClock:
                 self._over.clear()
             self._over[stream] = checkpoint
 
-    def is_over(self, mark: Mark) -> bool:
+    def is_over(self, mark: Stamp) -> bool:
         """Whether the host knows that the work of ``mark`` is over. Calls no CUDA."""
         return mark.tick <= self._over_all or mark.tick <= self._over.get(mark.stream, 0)
 
@@ -105,10 +105,10 @@ class StreamClock:
         """Whether the host knows that nothing is pending on ``segment``. Calls no CUDA."""
         return all(self.is_over(mark) for mark in segment.pending.values())
 
-    def ask(self, marks: Iterable[Mark]) -> set[Mark]:
+    def ask(self, marks: Iterable[Stamp]) -> set[Stamp]:
         """Which marks' work is over. Those without an event get one, to be asked the next time."""
-        over: set[Mark] = set()
-        recorded: dict[Stream, Mark] = {}
+        over: set[Stamp] = set()
+        recorded: dict[Stream, Stamp] = {}
         for mark in marks:
             if self.is_over(mark):
                 over.add(mark)
@@ -122,12 +122,12 @@ class StreamClock:
                 recorded[mark.stream] = mark
         return over
 
-    def needs_wait(self, stream: Stream) -> Callable[[Mark], bool]:
+    def needs_wait(self, stream: Stream) -> Callable[[Stamp], bool]:
         """The question whether ``stream`` must wait for a mark."""
         waited = self._waited.get(stream, {})
         over, over_all = self._over, self._over_all
 
-        def needs(mark: Mark) -> bool:
+        def needs(mark: Stamp) -> bool:
             tick, other = mark.tick, mark.stream
             return (
                 other != stream
@@ -150,13 +150,13 @@ class StreamClock:
 
         return ready
 
-    def price(self, stream: Stream) -> Callable[[Segment], tuple[int, int] | None]:
+    def wait_cost(self, stream: Stream) -> Callable[[Segment], tuple[int, int] | None]:
         """What waiting costs ``stream`` on a segment: (number of waits, newest tick), or ``None``
         where no event can be recorded now."""
         needs = self.needs_wait(stream)
         usable: dict[Stream, bool] = {}
 
-        def price(segment: Segment) -> tuple[int, int] | None:
+        def wait_cost(segment: Segment) -> tuple[int, int] | None:
             open_marks = [mark for mark in segment.pending.values() if needs(mark)]
             for mark in open_marks:
                 if mark.event is None and mark.stream not in usable:
@@ -165,9 +165,9 @@ class StreamClock:
                 return None
             return len(open_marks), max((mark.tick for mark in open_marks), default=0)
 
-        return price
+        return wait_cost
 
-    def wait_for(self, stream: Stream, marks: Iterable[Mark]) -> None:
+    def wait_for(self, stream: Stream, marks: Iterable[Stamp]) -> None:
         """Make ``stream`` wait for what it must wait for."""
         needs = self.needs_wait(stream)
         for mark in [mark for mark in marks if needs(mark)]:
@@ -177,7 +177,7 @@ class StreamClock:
             self.num_waits += 1
             self._remember_wait(stream, mark)
 
-    def _remember_wait(self, stream: Stream, mark: Mark) -> None:
+    def _remember_wait(self, stream: Stream, mark: Stamp) -> None:
         waited = self._waited.get(stream)
         if waited is None or len(waited) >= MAX_FACTS:
             if len(self._waited) >= MAX_FACTS:

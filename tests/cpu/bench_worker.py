@@ -208,7 +208,7 @@ def play_gpus(gpus):
     def init(engine, group, board, spec, *arguments, **options):
         real_init(engine, group, board, spec, *arguments, **options)
         grids = SimpleNamespace(most=min(spec.num_sms or 21, NUM_SMS // (COMM.size // gpus or 1)))
-        engine._core = SimpleNamespace(grids=grids, memory=SimpleNamespace(region=region))
+        engine._runtime = SimpleNamespace(grids=grids, memory=SimpleNamespace(region=region))
 
     real_dispatch = HostEngine.dispatch
 

@@ -262,5 +262,5 @@ def test_host_engine_says_what_it_wants(value, words):
     )
     engine = HostEngine(group, AbortBoard(group), spec)
     with pytest.raises(ContractError, match=r"dispatch\(\): argument 'x' must be .* rank 1") as e:
-        engine.intake("dispatch", "x", value)
+        engine.import_array("dispatch", "x", value)
     assert [word for word in words if word not in str(e.value)] == []

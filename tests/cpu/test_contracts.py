@@ -29,7 +29,7 @@ def spec(**changes):
     return BufferSpec(**(sizes | changes))
 
 
-def intake(operation, argument, value):
+def import_array(operation, argument, value):
     if not isinstance(value, np.ndarray):
         raise ContractError(f"{operation}(): argument '{argument}' must be an array.")
     return value
@@ -37,7 +37,7 @@ def intake(operation, argument, value):
 
 @pytest.fixture
 def checker():
-    return Checker(spec(), 7, intake)
+    return Checker(spec(), 7, import_array)
 
 
 def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
@@ -145,7 +145,7 @@ def test_wrong_dispatches_are_refused_by_argument(checker, argument, changes):
 
 
 def test_choices_need_experts():
-    checker = Checker(spec(num_experts=None), 7, intake)
+    checker = Checker(spec(num_experts=None), 7, import_array)
     with pytest.raises(ContractError, match="needs num_experts"):
         checker.dispatch(given())
 

@@ -31,7 +31,7 @@ class Foreign:
         self.array = array
 
 
-def intake(operation, argument, value):
+def import_array(operation, argument, value):
     if isinstance(value, Foreign):
         return value.array
     if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
@@ -39,11 +39,11 @@ def intake(operation, argument, value):
     return value
 
 
-def intake_scales(operation, argument, value):
-    return value if isinstance(value, np.ndarray) else intake(operation, argument, value)
+def import_scales(operation, argument, value):
+    return value if isinstance(value, np.ndarray) else import_array(operation, argument, value)
 
 
-def glance(value, strided):
+def array_key(value, strided):
     if type(value) is not np.ndarray or not value.flags.writeable:
         return None
     return (value.shape, value.dtype) if strided or value.flags.c_contiguous else None
@@ -59,7 +59,7 @@ def checker(look=None):
         num_experts=E,
         timeout_s=1.0,
     )
-    return Checker(spec, 7, intake, ALL_MODES, intake_scales, look)
+    return Checker(spec, 7, import_array, ALL_MODES, import_scales, look)
 
 
 def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
@@ -246,7 +246,7 @@ def described(value):
     return type(value), value
 
 
-def compare(operation, values, rng, rounds, look=glance):
+def compare(operation, values, rng, rounds, look=array_key):
     """Random calls on a checker that has seen many, and on new ones; how many were right."""
     warm, right = checker(look), 0
     for _ in range(rounds):
@@ -278,7 +278,7 @@ def test_every_argument_is_tried():
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_the_number_of_tokens_makes_no_new_form(tokens, monkeypatch):
-    made = checker(glance)
+    made = checker(array_key)
     x, idx = zeros(4, H, dtype=np.float16), zeros(4, K, dtype=np.int64)
     first, _ = made.dispatch(DispatchArguments(x, topk_idx=idx))
     monkeypatch.setattr(made, "_dispatch", None)
@@ -290,7 +290,7 @@ def test_the_number_of_tokens_makes_no_new_form(tokens, monkeypatch):
 
 def test_a_form_keeps_nothing_of_its_calls():
     """Neither arrays nor events, of the first call or of later ones; and there are not many."""
-    made = checker(glance)
+    made = checker(array_key)
     for turn in range(3 * forms._MOST_FORMS):
         x = zeros(5, H - turn // 2)
         given = x[:4], Past(), handle()
@@ -322,7 +322,7 @@ def types(patch):
 
 def shapes(patch):
     def look(value, strided):
-        seen = glance(value, strided)
+        seen = array_key(value, strided)
         return seen and ((*seen[0][:1], *[1] * (len(seen[0]) - 1)), seen[1])
 
     return look
@@ -330,7 +330,7 @@ def shapes(patch):
 
 def dtypes(patch):
     def look(value, strided):
-        seen = glance(value, strided)
+        seen = array_key(value, strided)
         return seen and (seen[0], None)
 
     return look
@@ -353,6 +353,6 @@ def weights(patch):
 @pytest.mark.parametrize("operation", CASES)
 @pytest.mark.parametrize("part", [types, shapes, dtypes, handles, weights])
 def test_every_part_of_a_key_is_needed(part, operation, monkeypatch):
-    look = part(monkeypatch) or glance
+    look = part(monkeypatch) or array_key
     with pytest.raises(AssertionError):
         compare(operation, CASES[operation], random.Random(0), 4000, look)

@@ -149,7 +149,7 @@ def test_combine(wait, in_pool):
         got = rank.dispatch(call_of(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
         y = up(ys[me])
         if in_pool:
-            y = rank.core.arrays.empty(y.shape, y.dtype, d.current_stream())
+            y = rank.runtime.arrays.empty(y.shape, y.dtype, d.current_stream())
             y[...] = ys[me]
             d.device().tracker.touch(d.current_stream(), "rows", (y.data.ptr, y.nbytes, True))
         out = d.empty((len(xs[me]), 256), dtype)
@@ -193,7 +193,7 @@ def test_an_interrupted_wait_keeps_what_peers_may_write_into(error):
     xs, idx, _, _ = inputs(1, 4, tokens=(9,))
 
     def work(rank):
-        pool, report = rank.core.pool, rank.core.report
+        pool, report = rank.runtime.pool, rank.runtime.report
         x, chosen = up(xs[0]), up(idx[0])
 
         def stopped(serial, number):
@@ -218,7 +218,7 @@ def test_a_handle_keeps_nothing_but_itself():
     xs, idx, weights, scales = inputs(2, 4, tokens=(9, 16))
 
     def work(rank):
-        me, pool = rank.spec.rank, rank.core.pool
+        me, pool = rank.spec.rank, rank.runtime.pool
         given = {"topk_idx": up(idx[me]), "topk_weights": up(weights[me])}
         given["scales"] = up(scales[me])
         most = rank.spec.max_recv_tokens
@@ -300,9 +300,9 @@ def test_graph_of_dispatch_and_combine():
             check_dispatch(got, moved[me], real=int(moved[me].handle.recv_rows_per_rank.sum()))
             same(done.combined_x, back[me].combined_x, "combined_x")
             eager = rank.dispatch(call_of(x, topk_idx=chosen))
-        assert rank.core.keeper.captured
+        assert rank.runtime.retention.captured
         del got, done, eager
-        assert rank.core.pool.statistics().captured > 0
+        assert rank.runtime.pool.statistics().captured > 0
         return True
 
     assert all(run_ranks(2, work, num_experts=8))
@@ -329,7 +329,7 @@ def test_graph_on_the_communication_stream():
         stale.record()
         with stream:
             stream.begin_capture()
-            previous = rank.core.events.Recorded(stale)
+            previous = rank.runtime.events.Recorded(stale)
             previous.wait = lambda: d.current_stream().wait_event(stale)
             with pytest.raises(ContractError, match="'previous_event' must have been made within"):
                 rank.dispatch(call_of(x, routing=got.routing, streams=Streams(previous)))
@@ -358,13 +358,13 @@ def background(rank, rounds=24, *, worst=None):
     """Dispatch and combine beside the caller's own work; the host waits for nothing it need not."""
     xs, idx, weights, _ = inputs(1, 9, tokens=(16,), dtype=np.dtype(np.float32))
     rank.events.patient = True
-    core, here = rank.core, d.current_stream()
+    runtime, here = rank.runtime, d.current_stream()
 
     def fresh():
         return {"x": up(xs[0]), "idx": up(idx[0]), "weights": up(weights[0]), "y": up(xs[0])}
 
     given = fresh()
-    ready = core.point()
+    ready = runtime.point()
     for turn in range(rounds):
         streams = streams_of(ready, turn)
         call = call_of(
@@ -383,7 +383,7 @@ def background(rank, rounds=24, *, worst=None):
         # Memory of inputs that died is used again at once; the next inputs are ready before the
         # results are read, so that the next dispatch does not wait for the readers.
         given = fresh()
-        ready = core.point()
+        ready = runtime.point()
         user = d.Stream(non_blocking=True) if turn % 2 and got.event else here
         with user:
             if got.event is not None:
@@ -403,15 +403,18 @@ def test_nothing_is_reused_before_its_time(worst):
 @pytest.mark.parametrize("missing", ["kept inputs", "blocks' users", "lent memory", "lent users"])
 def test_the_same_with_something_missing(missing):
     def work(rank):
-        core = rank.core
+        runtime = rank.runtime
         if missing == "kept inputs":
-            core.keeper.until = lambda event, objects: None
+            runtime.retention.until = lambda event, objects: None
         if missing == "blocks' users":
-            core.pool.record_stream = lambda block, stream: None
+            runtime.pool.record_stream = lambda block, stream: None
         if missing == "lent memory":
-            core.keeper.lend = lambda nbytes, stream, user: (d.alloc(nbytes), threading.Event())
+            runtime.retention.borrow = lambda nbytes, stream, user: (
+                d.alloc(nbytes),
+                threading.Event(),
+            )
         if missing == "lent users":
-            core.keeper.reap = core.keeper.returned.clear
+            runtime.retention.reap = runtime.retention.returned.clear
         background(rank, worst=16)
 
     with pytest.raises(d.RaceError):

@@ -122,14 +122,14 @@ def shifted(array):
 
 def without_room(rank):
     """The pool has room for what the exchange needs, and no more."""
-    alloc = rank.core.pool.alloc
+    alloc = rank.runtime.pool.alloc
 
     def full(nbytes, stream, label=""):
         if label.startswith("expanded"):
             raise PoolExhaustedError("no room")
         return alloc(nbytes, stream, label)
 
-    rank.core.pool.alloc = full
+    rank.runtime.pool.alloc = full
 
 
 @pytest.mark.parametrize("reduce", ["exact", "per_rank"])
@@ -172,7 +172,7 @@ def test_combine(ranks, reduce, weighted, worst, in_pool):
         )
         y = up(ys[me])
         if in_pool:
-            y = rank.core.arrays.empty(y.shape, y.dtype, d.current_stream())
+            y = rank.runtime.arrays.empty(y.shape, y.dtype, d.current_stream())
             y[...] = ys[me]
         back = rank.combine(
             CombineCall(
@@ -242,7 +242,7 @@ def test_nothing_is_reused_before_its_time(worst, cast):
 
     def work(rank):
         rank.events.patient = True
-        core, here = rank.core, d.current_stream()
+        runtime, here = rank.runtime, d.current_stream()
         for turn in range(24):
             given = {
                 "x": up(xs[0]),
@@ -250,7 +250,7 @@ def test_nothing_is_reused_before_its_time(worst, cast):
                 "topk_weights": up(weights[0]),
                 "quantize": Quantization() if cast else None,
             }
-            ready = core.point()
+            ready = runtime.point()
             streams = (
                 Streams(ready, async_finish=True, allocate_on_comm_stream=True),
                 Streams(ready, async_finish=True),
@@ -261,7 +261,7 @@ def test_nothing_is_reused_before_its_time(worst, cast):
             )
             given.clear()
             y = up(np.zeros(got.recv_x.shape, BFLOAT16))
-            ready = core.point()
+            ready = runtime.point()
             done = rank.combine(
                 CombineCall(
                     y,

@@ -41,12 +41,12 @@ def make_checker(modes=ALL_MODES):
         timeout_s=1.0,
     )
 
-    def intake(operation, argument, value):
+    def import_array(operation, argument, value):
         if not isinstance(value, np.ndarray):
             raise ContractError(f"{operation}(): argument '{argument}' must be an array.")
         return value
 
-    return Checker(spec, 7, intake, modes)
+    return Checker(spec, 7, import_array, modes)
 
 
 @pytest.fixture

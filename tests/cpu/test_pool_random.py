@@ -16,9 +16,9 @@ import pytest
 from deepep_cupy.errors import StateError
 from deepep_cupy.memory import pool as pool_module
 from deepep_cupy.memory import stream_clock as reclaim
-from deepep_cupy.memory.free_list import FreeList, Mark
+from deepep_cupy.memory.free_list import FreeList, Stamp
 from deepep_cupy.memory.pool import ALIGNMENT, Pool, PoolExhaustedError
-from deepep_cupy.memory.reuse import Resting
+from deepep_cupy.memory.size_cache import SizeCache
 from streams import LEGACY, RaceError, StreamModel, merge
 
 CELLS = 512
@@ -394,18 +394,18 @@ def forgets_the_tail(patch):
 
 
 def rests_for_another_stream(patch):
-    right = Resting.put
+    right = SizeCache.put
 
     def put(self, block, tick):
         stream, block.stream = block.stream, {"a": "b", "b": "a"}.get(block.stream, block.stream)
         right(self, block, tick)
         block.stream = stream
 
-    patch.setattr(Resting, "put", put)
+    patch.setattr(SizeCache, "put", put)
 
 
 def wakes_as_if_never_used(patch):
-    right = Resting.wake
+    right = SizeCache.wake
 
     def wake(self, low, high):
         blocks, loose = right(self, low, high)
@@ -413,18 +413,18 @@ def wakes_as_if_never_used(patch):
             block.died = 0
         return blocks, loose
 
-    patch.setattr(Resting, "wake", wake)
+    patch.setattr(SizeCache, "wake", wake)
 
 
 def rests_under_a_wrong_size(patch):
-    right = Resting.put
+    right = SizeCache.put
 
     def put(self, block, tick):
         room, block.room = block.room, 2 * block.room
         right(self, block, tick)
         block.room = room
 
-    patch.setattr(Resting, "put", put)
+    patch.setattr(SizeCache, "put", put)
 
 
 def rests_for_all_streams(patch):
@@ -434,17 +434,17 @@ def rests_for_all_streams(patch):
                 return rest, room
         return None, nbytes
 
-    patch.setattr(Resting, "roomy", roomy)
+    patch.setattr(SizeCache, "roomy", roomy)
 
 
 def rests_where_it_has_no_room(patch):
-    right = Resting.roomy
-    patch.setattr(Resting, "roomy", lambda self, nbytes, stream: right(self, nbytes // 2, stream))
+    right = SizeCache.roomy
+    patch.setattr(SizeCache, "roomy", lambda self, nbytes, stream: right(self, nbytes // 2, stream))
 
 
 def forgets_the_room_it_has(patch):
-    right = Resting.roomy
-    patch.setattr(Resting, "roomy", lambda self, *args: (right(self, *args)[0], args[0]))
+    right = SizeCache.roomy
+    patch.setattr(SizeCache, "roomy", lambda self, *args: (right(self, *args)[0], args[0]))
 
 
 def rests_in_graphs(patch):
@@ -543,4 +543,4 @@ def test_the_model_itself_refuses_what_cuda_refuses():
         world.record("a")
     with pytest.raises(StateError):
         Pool(CELLS * ALIGNMENT, world, start=START).alloc(1, LEGACY)
-    assert Mark("a", 1).covers == 1
+    assert Stamp("a", 1).covers == 1

@@ -8,7 +8,7 @@ import pytest
 
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.testing import cases as modes
-from deepep_cupy.testing import compare, data, pairwise, trip
+from deepep_cupy.testing import compare, data, pairwise, round_trip
 
 RANKS = (1, 2, 3, 8)
 
@@ -54,10 +54,10 @@ def test_cases_are_sound(ranks, small):
         assert case.expand or not (case.zero_padding or case.row_weights)
         assert case.fp8 or case.scales_layout == "row"
         assert case.addable
-        assert trip.modes_needed(case) <= ALL_MODES
+        assert round_trip.modes_needed(case) <= ALL_MODES
         rows = case.num_max_tokens * ranks * (case.num_topk if case.expand else 1)
         assert rows * case.row_bytes < ((1 << 20) if small else (64 << 20))
-    needed = set().union(*(trip.modes_needed(case) for case in found))
+    needed = set().union(*(round_trip.modes_needed(case) for case in found))
     assert needed == ALL_MODES - {"expert_counts"}  # which come with the others
     tokens = {case.num_tokens for case in found}
     assert (0,) * ranks in tokens

@@ -214,10 +214,10 @@ def must_be(buffer: Any, kind: str) -> None:
         raise AssertionError(f"wanted a Buffer of {kind}, got {engine.path}-{engine.loads}")
 
 
-def core(buffer: Buffer) -> Any:
+def runtime(buffer: Buffer) -> Any:
     """The inside of a cuda engine: memory, pool, kernels, news. All that workers know of it."""
     engine: Any = buffer._engine
-    return engine._core
+    return engine._runtime
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -250,7 +250,7 @@ def settle(worker: Worker, buffer: Buffer, call: Callable[[], object]) -> Seen:
 # ---------------------------------------------------------------------------------------- trips
 
 
-class Trip:
+class RoundTrip:
     """A case's data of all ranks, and calls that compare with the reference, bit by bit."""
 
     def __init__(self, worker: Worker, case: Case, seed: int = 0) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from common import Trip, Worker, settle, small_case
+from common import RoundTrip, Worker, settle, small_case
 
 Calls = Iterator[tuple[str, tuple[str, ...], Callable[[], object]]]
 """What is wrong, words that every rank's error holds, and the call."""
@@ -17,7 +17,7 @@ Calls = Iterator[tuple[str, tuple[str, ...], Callable[[], object]]]
 
 def refuse_all(worker: Worker, buffer: Any) -> int:
     """Make all wrong calls there are, with right ones between; their number. Collective."""
-    trip = Trip(worker, small_case(worker, num_tokens=(40,) * worker.size), seed=2)
+    trip = RoundTrip(worker, small_case(worker, num_tokens=(40,) * worker.size), seed=2)
     number = 0
     for part in (bad_values, differing, wrong_arrays):
         for what, words, call in part(worker, buffer, trip):
@@ -33,7 +33,7 @@ def refuse_all(worker: Worker, buffer: Any) -> int:
     return number
 
 
-def bad_values(worker: Worker, buffer: Any, trip: Trip) -> Calls:
+def bad_values(worker: Worker, buffer: Any, trip: RoundTrip) -> Calls:
     """Too many tokens, and wrong entries of topk_idx."""
     last, up, most = worker.size - 1, worker.up, buffer._spec.num_max_tokens_per_rank
     odd = worker.rank == last
@@ -61,7 +61,7 @@ def bad_values(worker: Worker, buffer: Any, trip: Trip) -> Calls:
         )
 
 
-def differing(worker: Worker, buffer: Any, trip: Trip) -> Calls:
+def differing(worker: Worker, buffer: Any, trip: RoundTrip) -> Calls:
     """Ranks that differ in dtype, sizes, handles, or in the call."""
     last = worker.size - 1
     if last == 0:
@@ -101,7 +101,7 @@ def differing(worker: Worker, buffer: Any, trip: Trip) -> Calls:
     yield from wrong_calls(worker, buffer, trip)
 
 
-def wrong_calls(worker: Worker, buffer: Any, trip: Trip) -> Calls:
+def wrong_calls(worker: Worker, buffer: Any, trip: RoundTrip) -> Calls:
     """Handles of different dispatches, and different operations."""
     last, x = worker.size - 1, trip.x
     odd = worker.rank == last
@@ -130,7 +130,7 @@ def wrong_calls(worker: Worker, buffer: Any, trip: Trip) -> Calls:
     trip.combine(buffer, one)
 
 
-def wrong_arrays(worker: Worker, buffer: Any, trip: Trip) -> Calls:
+def wrong_arrays(worker: Worker, buffer: Any, trip: RoundTrip) -> Calls:
     """Arrays of a kind that the last rank must not pass; each says wanted and got there."""
     last, xp = worker.size - 1, worker.xp
     odd = worker.rank == last

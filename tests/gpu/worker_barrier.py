@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Worker, core
+from common import Worker, runtime
 
 from deepep_cupy.protocol.headers import Kind
 
@@ -44,7 +44,7 @@ class Marks:
     """Marks in the symmetric memory of all ranks. The constructor is collective."""
 
     def __init__(self, worker: Worker, buffer: Any) -> None:
-        cupy, region = worker.xp, core(buffer).memory.region
+        cupy, region = worker.xp, runtime(buffer).memory.region
         module = cupy.RawModule(code=MARKS)
         self._mark, self._look = module.get_function("mark"), module.get_function("look")
         self._slots = buffer.empty((worker.size,), np.uint64)
@@ -97,13 +97,13 @@ def all_makes(worker: Worker, buffer: Any) -> dict[str, Callable[[], None]]:
         return {"host": buffer.barrier}
     from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier
 
-    inside = core(buffer)
+    inside = runtime(buffer)
     twin = PtxBarrier(inside.kernels.constants, inside.kernels._comm)
     twin.refusal(Kind.BARRIER, 0, 0)
 
     def by_hand() -> None:
         """As the engine launches its own."""
-        inside.news.raise_any()
+        inside.news.raise_pending()
         turn = inside.begin()
         try:
             twin(inside.serial, turn.stream.ptr)
@@ -131,7 +131,7 @@ def eager(worker: Worker, buffer: Any, makes: list[Callable[[], None]], count: i
 
 def epoch(buffer: Any) -> int:
     """Operations this Buffer has seen, give or take a constant."""
-    number: int = core(buffer).memory.epoch()
+    number: int = runtime(buffer).memory.epoch()
     return number
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Seen, Trip, Worker, core, settle, small_case
+from common import RoundTrip, Seen, Worker, runtime, settle, small_case
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 from refusals import refuse_all
 
@@ -60,7 +60,7 @@ def make(worker: Worker, *cases: Case, **changes: Any) -> Any:
 def run(worker: Worker, buffer: Any, cases: list[Case]) -> str:
     """All on one Buffer."""
     for case in cases:
-        Trip(worker, case, seed=3).round(buffer)
+        RoundTrip(worker, case, seed=3).round(buffer)
     return f"{len(cases)} cases"
 
 
@@ -145,7 +145,7 @@ def num_sms(worker: Worker) -> str:
         assert seen.kind == "ContractError", seen
         assert "num_sms" in seen.text, seen
         assert str(wrong) in seen.text, seen
-    trip = Trip(worker, case)
+    trip = RoundTrip(worker, case)
     for number in (1, 3, 7, 60_000):
         with make(worker, case, num_sms=number + worker.rank) as buffer:
             trip.round(buffer)
@@ -185,7 +185,7 @@ def poisoned_on_another_stream(worker: Worker) -> str:
     if not worker.gpu:
         return "needs a GPU"
     cupy = worker.xp
-    trip = Trip(worker, small_case(worker, num_tokens=(64,) * worker.size, dtype="bfloat16"))
+    trip = RoundTrip(worker, small_case(worker, num_tokens=(64,) * worker.size, dtype="bfloat16"))
     side = cupy.cuda.Stream(non_blocking=True)
     rank = worker.rank
     with make(worker, trip.case, pool_bytes=64 << 20) as buffer:
@@ -197,7 +197,7 @@ def poisoned_on_another_stream(worker: Worker) -> str:
                     for array in arrays:
                         array.view(np.uint8).fill(255)
             for array in arrays:
-                assert core(buffer).arrays.record_stream(array, side)
+                assert runtime(buffer).arrays.record_stream(array, side)
 
         for _ in range(20):
             spoil(buffer.empty((40 << 20,), np.uint8))
@@ -219,7 +219,7 @@ def poisoned_on_another_stream(worker: Worker) -> str:
 def handles_in_reverse(worker: Worker) -> str:
     """Two live handles, the newer one first, 50 steps; then one combine 100 times, bit-equal."""
     trips = [
-        Trip(worker, small_case(worker, dtype="bfloat16", hidden=1000 + 8 * seed), seed)
+        RoundTrip(worker, small_case(worker, dtype="bfloat16", hidden=1000 + 8 * seed), seed)
         for seed in range(2)
     ]
     with make(worker, trips[0].case) as buffer:
@@ -244,7 +244,7 @@ def refusals(worker: Worker) -> str:
 @scenario
 def closed_twice(worker: Worker) -> str:
     """destroy() after close(), and calls after it; several Buffers at a time."""
-    trip = Trip(worker, small_case(worker))
+    trip = RoundTrip(worker, small_case(worker))
     with make(worker, trip.case) as outer:
         inner = make(worker, trip.case)
         trip.round(outer)
@@ -310,7 +310,7 @@ def big_trip(worker: Worker, buffer: Any, tokens: int, row_bytes: int) -> str:
 @by_name
 def no_close(worker: Worker) -> str:
     """Work, and no close(): the program ends well all the same."""
-    trip = Trip(worker, small_case(worker))
+    trip = RoundTrip(worker, small_case(worker))
     buffer = make(worker, trip.case)
     trip.round(buffer)
     KEPT.append(buffer)
@@ -323,7 +323,7 @@ KEPT: list[Any] = []
 @by_name
 def one_trip(worker: Worker) -> str:
     """There and back."""
-    trip = Trip(worker, small_case(worker))
+    trip = RoundTrip(worker, small_case(worker))
     with make(worker, trip.case) as buffer:
         trip.round(buffer)
     return "ok"

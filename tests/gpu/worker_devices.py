@@ -33,7 +33,7 @@ def main() -> None:
     """Round trips on the GPUs chosen."""
     mode = next((word for word in sys.argv[1:] if word in MODES), "all")
     choose(mode)
-    from common import Trip, Worker, small_case
+    from common import RoundTrip, Worker, small_case
 
     def arguments(parser: Any) -> None:
         parser.add_argument("mode", choices=MODES, nargs="?", default="all")
@@ -47,7 +47,7 @@ def main() -> None:
         device = worker.device = 0
     if worker.gpu:
         worker.xp.cuda.Device(worker.device).use()
-    trip = Trip(worker, small_case(worker, dtype="bfloat16", num_tokens=(64,) * worker.size))
+    trip = RoundTrip(worker, small_case(worker, dtype="bfloat16", num_tokens=(64,) * worker.size))
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     with worker.buffer(device=device) as buffer:
         for _ in range(10):

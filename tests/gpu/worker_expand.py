@@ -22,7 +22,7 @@ from deepep_cupy import env
 from deepep_cupy.testing.cases import Case
 from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal, to_host
 from deepep_cupy.testing.data import Part, expected
-from deepep_cupy.testing.trip import Trip
+from deepep_cupy.testing.round_trip import RoundTrip
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -120,7 +120,7 @@ def buffer_for(worker: Worker, chosen: list[Case], experts: int | None) -> Any:
 def twice(worker: Worker, buffer: Any, case: Case, part: Part) -> None:
     """There and back, two times."""
     for _ in range(2):
-        trip = Trip(buffer, case, part, worker.up)
+        trip = RoundTrip(buffer, case, part, worker.up)
         got = trip.dispatch()
         trip.compare_dispatch(got)
         if part.combined is not None:
@@ -154,7 +154,7 @@ def refused(worker: Worker) -> str:
     case = small(worker)
     part = expected(case, 1).part(worker.rank)
     with worker.buffer(**sizes(worker)) as buffer:
-        trip = Trip(buffer, case, part, worker.up)
+        trip = RoundTrip(buffer, case, part, worker.up)
         idx = part.inputs.topk_idx.copy()
         if worker.rank == 0:
             idx[0, 0] = 4 * worker.size
@@ -199,7 +199,7 @@ def graphs(worker: Worker) -> str:
         want = expected(case, 2)
         part = want.part(rank)
         with worker.buffer(**sizes(worker)) as buffer:
-            trip = Trip(buffer, case, part, worker.up)
+            trip = RoundTrip(buffer, case, part, worker.up)
             got = trip.dispatch()  # everything is compiled and allocated once before
             trip.combine(got.handle)
             results: list[Any] = []

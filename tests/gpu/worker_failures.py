@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Seen, Trip, Worker, core, settle, small_case
+from common import RoundTrip, Seen, Worker, runtime, settle, small_case
 from refusals import refuse_all
 
 from deepep_cupy.errors import DeepEPCupyError
@@ -33,7 +33,7 @@ Scenario = Callable[["Scene"], None]
 class Scene:
     """What a scenario works with."""
 
-    def __init__(self, worker: Worker, buffer: Any, trip: Trip) -> None:
+    def __init__(self, worker: Worker, buffer: Any, trip: RoundTrip) -> None:
         self.worker, self.buffer, self.trip = worker, buffer, trip
         self.bad = worker.rank == BAD
         self.wait: float = worker.options.timeout
@@ -213,7 +213,7 @@ def raises_inside(scene: Scene) -> None:
     """Rank 1 fails in the call before it launches: the others hear of it at once."""
     worker, buffer = scene.worker, scene.buffer
     handle = scene.trip.round(buffer)
-    inside: Any = core(buffer) if worker.gpu else buffer._engine
+    inside: Any = runtime(buffer) if worker.gpu else buffer._engine
     name = "begin" if worker.gpu else "_move"
     worker.meet()
 
@@ -321,7 +321,7 @@ def main() -> None:
     worker = Worker("FAILURES", __doc__, arguments)
     chosen = [known[name] for name in worker.options.scenarios] or SCENARIOS
     with worker.buffer() as buffer:
-        scene = Scene(worker, buffer, Trip(worker, small_case(worker), seed=1))
+        scene = Scene(worker, buffer, RoundTrip(worker, small_case(worker), seed=1))
         for scenario in chosen:
             worker.say(f"== {scenario.__name__}")
             scenario(scene)

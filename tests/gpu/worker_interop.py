@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from common import Trip, Worker, small_case
+from common import RoundTrip, Worker, small_case
 
 from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal
 
@@ -34,7 +34,7 @@ def main() -> None:
     if not worker.gpu:
         worker.say("INTEROP: skipped, it needs a GPU")
         return
-    trip = Trip(worker, small_case(worker, num_tokens=(64,) * worker.size, dtype="float32"))
+    trip = RoundTrip(worker, small_case(worker, num_tokens=(64,) * worker.size, dtype="float32"))
     said = []
     with worker.buffer() as buffer:
         for library in (interface, torch_tensors, jax_arrays):
@@ -45,7 +45,7 @@ def main() -> None:
     worker.done(*said)
 
 
-def round_trip(worker: Worker, buffer: Any, trip: Trip, arrays: dict[str, Any]) -> None:
+def round_trip(worker: Worker, buffer: Any, trip: RoundTrip, arrays: dict[str, Any]) -> None:
     """Dispatch and combine of arrays of another library. Collective."""
     rank = worker.rank
     got = buffer.dispatch(arrays["x"], topk_idx=arrays["topk_idx"], topk_weights=arrays["weights"])
@@ -56,7 +56,7 @@ def round_trip(worker: Worker, buffer: Any, trip: Trip, arrays: dict[str, Any]) 
     assert_combine_equal(back, trip.want.combined[rank], rank=rank)
 
 
-def host_arrays(trip: Trip) -> dict[str, Any]:
+def host_arrays(trip: RoundTrip) -> dict[str, Any]:
     """This rank's inputs as NumPy arrays."""
     rank = trip.worker.rank
     mine, rows = trip.want.inputs[rank], trip.want.rows[rank]
@@ -69,7 +69,7 @@ def host_arrays(trip: Trip) -> dict[str, Any]:
     }
 
 
-def interface(worker: Worker, buffer: Any, trip: Trip) -> str:
+def interface(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
     """Written by a slow kernel on a side stream that the interface names."""
     cupy = worker.xp
     side = cupy.cuda.Stream(non_blocking=True)
@@ -89,7 +89,7 @@ def interface(worker: Worker, buffer: Any, trip: Trip) -> str:
     return "__cuda_array_interface__"
 
 
-def torch_tensors(worker: Worker, buffer: Any, trip: Trip) -> str:
+def torch_tensors(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
     """By DLPack; bfloat16 there and back as well."""
     try:
         import torch
@@ -111,7 +111,7 @@ def torch_tensors(worker: Worker, buffer: Any, trip: Trip) -> str:
     return f"torch {torch.__version__}"
 
 
-def jax_arrays(worker: Worker, buffer: Any, trip: Trip) -> str:
+def jax_arrays(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
     """By DLPack; bfloat16 there and back as well."""
     try:
         import jax

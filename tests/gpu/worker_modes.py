@@ -22,7 +22,7 @@ from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be, settle, smal
 from deepep_cupy import ContractError, StateError, env, reference
 from deepep_cupy.testing.compare import assert_equal_or_nan, to_host
 from deepep_cupy.testing.data import Case, Part, expected, mode_cases
-from deepep_cupy.testing.trip import Trip
+from deepep_cupy.testing.round_trip import RoundTrip
 
 PARTS = ("table", "refused", "graphs", "buffers", "streams", "threads")
 POOL_BYTES = 3 << 30
@@ -67,9 +67,9 @@ def up_of(worker: Worker) -> Any:
     return up
 
 
-def trip_of(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> Trip:
+def trip_of(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> RoundTrip:
     """The calls of a case on this rank."""
-    return Trip(buffer, case, expected(case, seed).part(worker.rank), up_of(worker))
+    return RoundTrip(buffer, case, expected(case, seed).part(worker.rank), up_of(worker))
 
 
 def there_and_back(
@@ -77,7 +77,7 @@ def there_and_back(
 ) -> None:
     """Dispatch, and combine where that can be done. ``part``: what is expected, if it is known."""
     part = expected(case, seed).part(worker.rank) if part is None else part
-    trip = Trip(buffer, case, part, up_of(worker))
+    trip = RoundTrip(buffer, case, part, up_of(worker))
     got = trip.dispatch()
     worker.synchronize()
     buffer.check()

@@ -36,9 +36,9 @@ class Bench:
 
     def __init__(self, worker: Worker, buffer: Any) -> None:
         engine = buffer._engine
-        self.worker, self.engine, self.core = worker, engine, engine._core
-        self.control = self.core.control
-        kernels, comm = self.core.kernels, self.core.kernels._comm
+        self.worker, self.engine, self.runtime = worker, engine, engine._runtime
+        self.control = self.runtime.control
+        kernels, comm = self.runtime.kernels, self.runtime.kernels._comm
         self.makes = {
             "cuda": kernels.get("barrier", 1, Kind.BARRIER),
             "ptx": PtxBarrier(kernels.constants, comm),
@@ -56,8 +56,8 @@ class Bench:
         engine = self.engine
         self.worker.synchronize()
         self.worker.meet()
-        self.core.memory.start_over(np.array([START - 2], np.int64))
-        self.core.news.clear()
+        self.runtime.memory.start_over(np.array([START - 2], np.int64))
+        self.runtime.failures.clear()
         engine._board.clear()
         self.serial, self.make = 0, MAKES[make](self.worker.rank)
         self.worker.meet()
@@ -73,7 +73,7 @@ class Bench:
         """Write a word of this rank's control block."""
         word = np.array([value], np.uint32)
         runtime = self.worker.xp.cuda.runtime
-        base = self.core.memory.region.base
+        base = self.runtime.memory.region.base
         runtime.memcpy(base + offset, word.ctypes.data, 4, runtime.memcpyHostToDevice)
 
     def state(self, exact: bool) -> dict[str, Any]:
@@ -82,16 +82,16 @@ class Bench:
         self.worker.meet()
         runtime = self.worker.xp.cuda.runtime
         words = np.zeros(self.control.partials // 4, np.uint32)
-        base = self.core.memory.region.base
+        base = self.runtime.memory.region.base
         runtime.memcpy(words.ctypes.data, base, words.nbytes, runtime.memcpyDeviceToHost)
-        report = self.core.report.words.copy()
+        report = self.runtime.report.words.copy()
         if not exact:
             self._leave_out(words, report)
         return {"control": words, "report": report}
 
     def _leave_out(self, words: Any, report: Any) -> None:
         """What depends on time, and headers that never came."""
-        control, layout = self.control, self.core.report._layout
+        control, layout = self.control, self.runtime.report._layout
         words[control.claimed // 4] = 0
         words[control.details // 4 : control.details // 4 + 16] = 0
         words[control.abort // 4] &= np.uint32(0xFFFF)

@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from common import Worker, core
+from common import Worker, runtime
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
 from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
@@ -67,7 +67,7 @@ def trips(worker: Worker, modules: dict[str, Any], what: str) -> None:
         kernel = module.get_function(name)
         functions[name] = Loaded(name, int(kernel.kernel.ptr), (module, kernel))
     with worker.buffer(hidden=ROW_BYTES) as buffer:
-        kernels = core(buffer).kernels
+        kernels = runtime(buffer).kernels
         idx = np.random.default_rng(rank).permuted(
             np.tile(np.arange(4 * worker.size), (60, 1)), axis=1
         )

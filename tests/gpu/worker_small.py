@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from common import Trip, Worker, settle, small_case
+from common import RoundTrip, Worker, settle, small_case
 from refusals import bad_values
 
 
@@ -28,9 +28,9 @@ def main() -> None:
     ]
     with worker.buffer(num_sms=3) as buffer:
         for case in cases:
-            Trip(worker, case).round(buffer)
+            RoundTrip(worker, case).round(buffer)
             worker.say(case.id)
-        trip = Trip(worker, small_case(worker, num_tokens=(20,) * worker.size))
+        trip = RoundTrip(worker, small_case(worker, num_tokens=(20,) * worker.size))
         refused = 0
         for what, _, call in bad_values(worker, buffer, trip):
             seen = settle(worker, buffer, call)

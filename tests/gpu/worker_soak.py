@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Trip, Worker, core, small_case
+from common import RoundTrip, Worker, runtime, small_case
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
 from deepep_cupy.reference import dispatch
@@ -181,7 +181,7 @@ class Soak:
             routing=plan.choice(("random", "half", "one", "skewed", "nothing")),
             **settings,
         )
-        Trip(self.worker, case, seed=self.calls).round(self.buffer)
+        RoundTrip(self.worker, case, seed=self.calls).round(self.buffer)
 
 
 def resident_bytes() -> int:
@@ -198,7 +198,7 @@ def memory(worker: Worker, buffer: Any) -> dict[str, int]:
     if worker.gpu:
         cupy = worker.xp
         cupy.get_default_memory_pool().free_all_blocks()
-        statistics = core(buffer).pool.statistics()
+        statistics = runtime(buffer).pool.statistics()
         found["live bytes in the pool"] = statistics.live
         found["bytes quarantined"] = statistics.quarantined
         found["CuPy's used bytes"] = cupy.get_default_memory_pool().used_bytes()

@@ -27,7 +27,7 @@ from worker_soak import check_growth, memory
 from deepep_cupy.reference import dispatch
 from deepep_cupy.testing.compare import assert_dispatch_equal
 from deepep_cupy.testing.data import Case, Part, cases, expected, mode_cases
-from deepep_cupy.testing.trip import Trip
+from deepep_cupy.testing.round_trip import RoundTrip
 
 MOST_BYTES = 3 << 20
 """That a rank receives in one call."""
@@ -77,7 +77,7 @@ def scene_of(worker: Worker, case: Case, seed: int) -> Scene:
     return Scene(case, want.part(rank), rows[rank], other[rank])
 
 
-class Drawn(Trip):
+class Drawn(RoundTrip):
     """The calls of a case, on streams that were drawn."""
 
     ARRAYS = ("_first_x", "_topk_idx", "_mask", "_weights", "_stats", "_y", "_y_weights")

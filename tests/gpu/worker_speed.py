@@ -17,10 +17,10 @@ from typing import Any
 from common import Worker
 
 from deepep_cupy.bench.ceilings import CeilingKernel
-from deepep_cupy.bench.measure import Measurement, Meter, ceilings_of, measure_load
+from deepep_cupy.bench.measure import Measurement, Meter, ceilings_of, measure_workload
 from deepep_cupy.bench.modes import available, parse
 from deepep_cupy.bench.report import table
-from deepep_cupy.bench.workload import Bench, Load, Ranks, Shape
+from deepep_cupy.bench.workload import Bench, Ranks, Shape, Workload
 
 LARGE = [
     *(parse("dispatch", name) for name in ("no_wait", "uncached", "cached")),
@@ -51,10 +51,10 @@ class Speed:
                 self.meter = Meter(ranks, self.repeats)
                 self.kernel = CeilingKernel(ranks.comm, ranks.device) if ranks.gpu else None
             modes, _ = available(wanted, bench.engine_modes, shape.dtype)
-            load, rows, rates = Load(bench, tokens), [], {}
+            load, rows, rates = Workload(bench, tokens), [], {}
             if ceilings and self.kernel is not None:
                 rows, rates = ceilings_of(load, modes, self.kernel, self.meter, _quietly)
-            rows += measure_load(load, modes, self.meter, rates, _quietly)
+            rows += measure_workload(load, modes, self.meter, rates, _quietly)
             del load  # its rows lie in the Buffer's memory
         return rows
 

@@ -60,7 +60,7 @@ def choices(comm, rank, seed, num_tokens):
     return topk_idx
 
 
-class Trip:
+class RoundTrip:
     """One dispatch of all ranks' data, made from a seed, and what the reference says of it."""
 
     def __init__(self, comm, seed, dtype=np.float32):
@@ -105,7 +105,7 @@ class Trip:
 
 def works(comm, buffer, seed=7):
     """A round trip, to show that the Buffer is still usable."""
-    trip = Trip(comm, seed)
+    trip = RoundTrip(comm, seed)
     trip.combine(buffer, trip.dispatch(buffer))
 
 
@@ -147,7 +147,7 @@ def sizes_that_jump(comm):
 @scenario
 def handles_in_any_order(comm):
     with make(comm) as buffer:
-        trips = [Trip(comm, seed) for seed in range(4)]
+        trips = [RoundTrip(comm, seed) for seed in range(4)]
         handles = [trip.dispatch(buffer) for trip in trips]
         order = np.random.default_rng(5)
         for _ in range(12):
@@ -161,7 +161,7 @@ def handles_in_any_order(comm):
 
 @scenario
 def a_hundred_times(comm):
-    trip = Trip(comm, 3, ml_dtypes.bfloat16)
+    trip = RoundTrip(comm, 3, ml_dtypes.bfloat16)
     with make(comm) as buffer:
         for _ in range(100):
             trip.combine(buffer, trip.dispatch(buffer))
@@ -170,7 +170,7 @@ def a_hundred_times(comm):
 @scenario
 def several_buffers(comm):
     with make(comm) as one, make(comm) as two:
-        trip = Trip(comm, 1)
+        trip = RoundTrip(comm, 1)
         first, second = trip.dispatch(one), trip.dispatch(two)
         trip.combine(two, second)
         trip.combine(one, first)
@@ -200,7 +200,7 @@ def rows_of_records(comm):
 def what_deepep_passes(comm):
     """DeepEP's own call: layout first, then everything by name, then six fields."""
     with make(comm) as buffer:
-        trip = Trip(comm, 4)
+        trip = RoundTrip(comm, 4)
         me = comm.rank
         per_rank, per_rdma, per_expert, in_rank, event = buffer.get_dispatch_layout(
             trip.idx[me], 4 * comm.size
@@ -261,7 +261,7 @@ def chunks(comm):
     )
     for chunk_bytes in (7, 97, 1000, 4 * H):
         engine = HostEngine(group, board, spec, chunk_bytes)
-        trip, me = Trip(comm, 11), comm.rank
+        trip, me = RoundTrip(comm, 11), comm.rank
         call = DispatchCall(trip.x[me], trip.idx[me], trip.w[me], None, None, 1, False)
         got = engine.dispatch(call)
         assert_same_bits("recv_x", got.recv_x, trip.want[me].recv_x)
@@ -313,7 +313,7 @@ def ranks_that_differ(comm):
         return
     odd = comm.rank == last
     with make(comm) as buffer:
-        trip, me = Trip(comm, 2), comm.rank
+        trip, me = RoundTrip(comm, 2), comm.rank
         x, idx, w = trip.x[me], trip.idx[me], trip.w[me]
         with refused("dtype of x", "rank 0: float32", f"rank {last}: float64"):
             buffer.dispatch(x[:, : H // 4].astype("f8") if odd else x, topk_idx=idx)
@@ -405,7 +405,7 @@ def wrong_arguments(comm):
     """One rank passes nonsense, the others do what is right: all raise, and go on."""
     last = comm.size - 1
     with make(comm) as buffer, make(comm, dtype="bfloat16") as short:
-        trip, me = Trip(comm, 6), comm.rank
+        trip, me = RoundTrip(comm, 6), comm.rank
         handle = trip.dispatch(buffer)
         mask_handle = buffer.dispatch(trip.x[me], is_token_in_rank=handle.send_row >= 0).handle
         right = {"x": trip.x[me], "topk_idx": trip.idx[me]}
@@ -485,7 +485,7 @@ def life(comm):
     buffer = make(comm)
     assert buffer.engine_name == "host"
     assert buffer.state.value == "open"
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     handle = trip.dispatch(buffer)
     buffer.check()
     buffer.reset()  # harmless

@@ -40,7 +40,7 @@ def make(comm):
     )
 
 
-class Trip:
+class RoundTrip:
     """Data of all ranks from a seed, and the right answers."""
 
     def __init__(self, comm, seed):
@@ -88,7 +88,7 @@ def meet(comm):
 
 def late_in(comm, delayed, call_of):
     """Rank 1 is late in a call; then all poison, reset, and work, with the old handle too."""
-    trip, other = Trip(comm, 1), Trip(comm, 2)
+    trip, other = RoundTrip(comm, 1), RoundTrip(comm, 2)
     with make(comm) as buffer:
         handle = trip.there(buffer)
         trip.and_back(buffer, handle)
@@ -154,7 +154,7 @@ def late_barrier(comm):
 @scenario
 def late_reset(comm):
     """Rank 1 is late for the reset as well; a second reset works."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         meet(comm)
         if comm.rank == BAD:
@@ -174,7 +174,7 @@ def late_reset(comm):
 @scenario
 def late_for_good(comm):
     """Nobody resets, and everybody ends as if nothing had happened."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     buffer = make(comm)
     meet(comm)
     if comm.rank == BAD:
@@ -186,7 +186,7 @@ def late_for_good(comm):
 @scenario
 def late_then_close(comm):
     """A poisoned Buffer is closed by all: an orderly end."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     buffer = make(comm)
     meet(comm)
     if comm.rank == BAD:
@@ -215,7 +215,7 @@ def close_alone(comm):
 
 @scenario
 def stopped(comm):
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         trip.there(buffer)
         if comm.rank == BAD:
@@ -225,7 +225,7 @@ def stopped(comm):
 
 @scenario
 def stopped_in_rows(comm):
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         if comm.rank == BAD:
             buffer._engine._move = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
@@ -236,7 +236,7 @@ def stopped_in_rows(comm):
 def stopped_for_a_while(comm):
     """Rank 1 is stopped in its wait, and goes on when its limit has passed: what it waited for has
     come meanwhile, and it finds that out before it complains."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     child = os.fork() if comm.rank == BAD else None
     if child == 0:
         time.sleep(0.3)
@@ -259,7 +259,7 @@ def _patient(buffer, trip):
 
 @scenario
 def killed(comm):
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         trip.there(buffer)
         if comm.rank == BAD:
@@ -274,7 +274,7 @@ def killed(comm):
 @scenario
 def raises(comm):
     """An exception on rank 1 inside ``with``."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         handle = trip.there(buffer)
         if comm.rank == BAD:
@@ -294,7 +294,7 @@ def raises_while_others_wait_elsewhere(comm):
 @scenario
 def raises_bare(comm):
     """An exception on rank 1, and no ``with``."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     buffer = make(comm)
     handle = trip.there(buffer)
     if comm.rank == BAD:
@@ -305,7 +305,7 @@ def raises_bare(comm):
 @scenario
 def raises_and_is_caught(comm):
     """An exception on every rank, caught outside: the next Buffer works, the end is good."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     try:
         with make(comm) as buffer:
             buffer.dispatch(trip.x[comm.rank][:, ::2], topk_idx=trip.idx[comm.rank])
@@ -319,7 +319,7 @@ def raises_and_is_caught(comm):
 @scenario
 def raises_and_stays(comm):
     """Rank 1 raises, catches that outside, and goes on with something else for long."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     meet(comm)
     try:
         with make(comm) as buffer:
@@ -334,7 +334,7 @@ def raises_and_stays(comm):
 @scenario
 def out_of_memory(comm):
     """Rank 1 fails between headers and rows: the others hear of it at once."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
 
     def fail(*_):
         raise MemoryError("no room for recv_x")
@@ -358,7 +358,7 @@ def out_of_memory(comm):
 @scenario
 def exits(comm):
     """``sys.exit(3)`` on rank 1."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         if comm.rank == BAD:
             sys.exit(3)
@@ -368,7 +368,7 @@ def exits(comm):
 @scenario
 def no_close(comm):
     """A Buffer that is never closed."""
-    trip = Trip(comm, 1)
+    trip = RoundTrip(comm, 1)
     buffer = make(comm)
     trip.and_back(buffer, trip.there(buffer))
     print("END")

@@ -22,7 +22,7 @@ from deepep_cupy.reference import dispatch, quantize
 from deepep_cupy.testing.cases import Case
 from deepep_cupy.testing.compare import assert_dispatch_equal, assert_same_bits
 from deepep_cupy.testing.data import expected, mode_cases
-from deepep_cupy.testing.trip import Trip, buffer_arguments
+from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments
 
 SCENARIOS = {}
 SEED = 3
@@ -66,7 +66,7 @@ def make(comm, *cases, **changes):
 def there(comm, buffer, case):
     """Dispatch a case, and judge."""
     want = expected(case, SEED)
-    trip = Trip(buffer, case, want.part(comm.rank))
+    trip = RoundTrip(buffer, case, want.part(comm.rank))
     got = trip.dispatch()
     trip.compare_dispatch(got)
     return trip, got.handle, want

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from deepep_cupy import Buffer
 from deepep_cupy.testing.data import cases, expected, mode_cases
-from deepep_cupy.testing.trip import Trip, buffer_arguments
+from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments
 
 
 def main():
@@ -58,7 +58,7 @@ def meet(comm):
 def run(comm, case, part):
     with Buffer(comm, engine="host", timeout_s=60, **buffer_arguments(case)) as buffer:
         for _ in range(2):
-            trip = Trip(buffer, case, part)
+            trip = RoundTrip(buffer, case, part)
             got = trip.dispatch()
             trip.compare_dispatch(got)
             if case.addable:

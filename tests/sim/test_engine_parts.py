@@ -29,7 +29,7 @@ class Engine:
         self.rank = Rank(seed, 3, byte_wise=byte_wise)
         self.turn = Turn(lambda nbytes: self.rank.space(nbytes, Use.SCRATCH), pool)
         self.launched = []
-        self.core = make_core(self.turn, self.local, num_local_experts)
+        self.runtime = make_core(self.turn, self.local, num_local_experts)
 
     def local(self, name, grid):
         assert 1 <= grid <= 3
@@ -57,7 +57,7 @@ def test_quantize(how, tokens, hidden):
     x = np.random.default_rng(hidden).standard_normal((tokens, hidden)).astype(BFLOAT16)
     engine = Engine(1, byte_wise=True)
     call = call_of(engine.put(x), quantize=how)
-    made = quantizing.quantize(engine.core, call, engine.turn)
+    made = quantizing.quantize(engine.runtime, call, engine.turn)
     assert made.quantize is None
     codes, scales = quantize(x, round_scale=how.round_scale, use_ue8m0=how.use_ue8m0)
     assert (made.x.shape, made.x.dtype) == (codes.shape, codes.dtype)
@@ -66,7 +66,7 @@ def test_quantize(how, tokens, hidden):
     engine.rank.run()
     same_bits("codes", got[0](), codes)
     same_bits("scales", got[1](), scales)
-    assert quantizing.quantize(engine.core, call_of(x), engine.turn).x is x
+    assert quantizing.quantize(engine.runtime, call_of(x), engine.turn).x is x
 
 
 class Handle(SimpleNamespace):
@@ -123,7 +123,7 @@ def test_expand(name, cached, pool):
     received = Received(11, index=np.int64, **SIZES[name])
     want = received.expanded[0]
     engine = Engine(2, received.local, pool, byte_wise=True)
-    got = expanding.expand(engine.core, tokens_of(engine, received, cached), engine.turn)
+    got = expanding.expand(engine.runtime, tokens_of(engine, received, cached), engine.turn)
     rows, scales = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x, None)
     assert got.routing.num_expanded_rows == len(rows)
     if len(rows):
@@ -164,8 +164,8 @@ def test_sums_of_a_rank_are_combined_as_rows(weighted):
         offsets.append(engine.turn._space(nbytes) - BASE)
         return SimpleNamespace(offset=offsets[-1])
 
-    engine.core.stage = stage
-    engine.core.memory = SimpleNamespace(region=SimpleNamespace(base=BASE))
+    engine.runtime.stage = stage
+    engine.runtime.memory = SimpleNamespace(region=SimpleNamespace(base=BASE))
     routing = SimpleNamespace(expanded_row=engine.put(handle.expanded_row))
     call = CombineCall(
         engine.put(y),
@@ -177,7 +177,7 @@ def test_sums_of_a_rank_are_combined_as_rows(weighted):
     )
     seen = []
     combining_expanded.combine_expanded(
-        engine.core, lambda *values: seen.append(values), call, engine.turn, "out", "weights"
+        engine.runtime, lambda *values: seen.append(values), call, engine.turn, "out", "weights"
     )
     flags = LayoutFlag.EXPANDED | LayoutFlag.PER_RANK
     flags |= LayoutFlag.ROW_WEIGHTS if weighted else LayoutFlag(0)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from deepep_cupy.engines.calls import CombineCall
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
-from deepep_cupy.engines.gpu.operation import Core, Turn, address, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
 from deepep_cupy.engines.gpu.routing import FLOAT32, addresses_of
 from deepep_cupy.engines.protocol import CombineOutput
 from deepep_cupy.errors import ContractError
@@ -111,7 +111,7 @@ class PlainCombine(Protocol):
     def __call__(
         self,
         call: CombineCall,
-        turn: Turn,
+        op: Operation,
         out: Any,
         out_weights: Any,
         rows_offset: int,
@@ -124,7 +124,12 @@ class PlainCombine(Protocol):
 
 
 def combine_expanded(
-    core: Core, plain: PlainCombine, call: CombineCall, turn: Turn, out: Any, out_weights: Any
+    runtime: Runtime,
+    plain: PlainCombine,
+    call: CombineCall,
+    op: Operation,
+    out: Any,
+    out_weights: Any,
 ) -> None:
     """Launch the combine of a call whose routing is expanded.
 
@@ -132,14 +137,14 @@ def combine_expanded(
         core: The engine's parts.
         plain: Launches an ordinary combine.
         call: The call.
-        turn: Its turn.
+        op: The operation.
         out: ``[T, H]``.
         out_weights: ``[T, K]`` float32, or None.
     """
     if call.reduce == "per_rank":
-        _per_rank(core, plain, call, turn, out, out_weights)
+        _per_rank(runtime, plain, call, op, out, out_weights)
     else:
-        _exact(core, call, turn, out, out_weights)
+        _exact(runtime, call, op, out, out_weights)
 
 
 def _layout(call: CombineCall, flags: LayoutFlag) -> int:
@@ -149,19 +154,24 @@ def _layout(call: CombineCall, flags: LayoutFlag) -> int:
 
 
 def _per_rank(
-    core: Core, plain: PlainCombine, call: CombineCall, turn: Turn, out: Any, out_weights: Any
+    runtime: Runtime,
+    plain: PlainCombine,
+    call: CombineCall,
+    op: Operation,
+    out: Any,
+    out_weights: Any,
 ) -> None:
     """A pass over this rank's copies makes one row of each received token; those are combined."""
-    x, routing, weights, base = call.x, call.routing, call.topk_weights, core.memory.region.base
+    x, routing, weights, base = call.x, call.routing, call.topk_weights, runtime.memory.region.base
     table: Any = routing.expanded_row
     tokens, topk = table.shape
     row_bytes = x.shape[1] * x.itemsize
-    sums = core.stage(tokens * row_bytes, turn, "sums of combine()").offset
+    sums = runtime.stage(tokens * row_bytes, op, "sums of combine()").offset
     carried = 0
     if weights is not None:
-        carried = core.stage(4 * tokens * topk, turn, "weights of combine()").offset
+        carried = runtime.stage(4 * tokens * topk, op, "weights of combine()").offset
     if tokens:
-        launch = core.kernels.local("reduce_copies", local_blocks(core.grids, tokens))
+        launch = runtime.kernels.local("reduce_copies", local_blocks(runtime.grids, tokens))
         launch.operation(
             x.data.ptr,
             base + sums,
@@ -175,10 +185,10 @@ def _per_rank(
             access_bytes(row_bytes, (x.data.ptr,), (x.itemsize,)),
             dtype_code_of(x.dtype),
         )
-        launch(turn.stream.ptr)
+        launch(op.stream.ptr)
     plain(
         call,
-        turn,
+        op,
         out,
         out_weights,
         sums,
@@ -189,23 +199,23 @@ def _per_rank(
     )
 
 
-def _exact(core: Core, call: CombineCall, turn: Turn, out: Any, out_weights: Any) -> None:
+def _exact(runtime: Runtime, call: CombineCall, op: Operation, out: Any, out_weights: Any) -> None:
     """The tokens' ranks fetch the copies one by one, by way of the peers' tables."""
     x, routing, weights = call.x, call.routing, call.topk_weights
     table: Any = routing.expanded_row
     row_bytes, tokens, known = x.shape[1] * x.itemsize, routing.num_tokens, addresses_of(routing)
     factors = weights_offset = 0
-    rows_offset = core.place(x, turn, "rows of combine()")
-    index_offset = core.place(table, turn, "expanded_row of combine()")
+    rows_offset = runtime.place(x, op, "rows of combine()")
+    index_offset = runtime.place(table, op, "expanded_row of combine()")
     if weights is not None:
-        weights_offset = core.place(weights, turn, "weights of combine()")
+        weights_offset = runtime.place(weights, op, "weights of combine()")
     if call.row_weights is not None:
-        factors = core.place(call.row_weights, turn, "row_weights of combine()")
+        factors = runtime.place(call.row_weights, op, "row_weights of combine()")
     biases = [bias.data.ptr for bias in call.biases]
     access = access_bytes(row_bytes, (x.data.ptr, out.data.ptr, *biases), (x.itemsize,))
     biases += [0] * (2 - len(biases))
-    grid = core.grid_plan(call.num_sms).combine(tokens)
-    launch = core.kernels.get("combine_expanded", grid, Kind.COMBINE)
+    grid = runtime.grid_plan(call.num_sms).combine(tokens)
+    launch = runtime.kernels.get("combine_expanded", grid, Kind.COMBINE)
     launch.operation(
         x.data.ptr,
         out.data.ptr,
@@ -227,10 +237,10 @@ def _exact(core: Core, call: CombineCall, turn: Turn, out: Any, out_weights: Any
         factors // OFFSET_UNIT,
         call.row_weights is not None,
     )
-    launch(core.serial, turn.stream.ptr)
-    core.launched(turn)
-    if turn.staged:
-        core.news.at_risk(turn.staged)
+    launch(runtime.serial, op.stream.ptr)
+    runtime.launched(op)
+    if op.staged:
+        runtime.failures.track(op.staged)
 
 
 _COMBINE = Kind.COMBINE
@@ -256,53 +266,51 @@ class _Plan:
 
 
 class Combiner:
-    """Runs combines on a ``Core``."""
+    """Runs combines on a ``Runtime``."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._new: Any = core.cupy.empty
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._new: Any = runtime.cupy.empty
 
     def run(self, call: CombineCall) -> CombineOutput:
         """See ``engines.protocol.Engine.combine``. On the engine's device, which is current."""
-        core, out, weights = self._core, call.out, call.topk_weights
+        runtime, out, weights = self._runtime, call.out, call.topk_weights
         if out is not None:
             self._check_out(call)
-        turn = core.begin(call.streams)
+        op = runtime.begin(call.streams)
         try:
             routing, x = call.routing, call.x
             table: Any = routing.expanded_row
             tokens, topk = routing.num_tokens, 0
             if out is None:
-                out = self._empty(turn, (tokens, x.shape[1]), x.dtype)
+                out = self._empty(op, (tokens, x.shape[1]), x.dtype)
             out_weights = None
             if weights is not None:
                 topk = weights.shape[1] if table is None else table.shape[1]
-                out_weights = self._empty(turn, (tokens, topk), FLOAT32)
+                out_weights = self._empty(op, (tokens, topk), FLOAT32)
             if table is not None:
-                combine_expanded(core, self.launch, call, turn, out, out_weights)
+                combine_expanded(runtime, self.launch, call, op, out, out_weights)
             else:
-                rows_offset, own_rows = self._place_rows(call, turn)
+                rows_offset, own_rows = self._place_rows(call, op)
                 weights_offset = 0
                 if weights is not None:
-                    weights_offset = core.place(weights, turn, "weights of combine()")
-                self.launch(
-                    call, turn, out, out_weights, rows_offset, own_rows, weights_offset, topk
-                )
+                    weights_offset = runtime.place(weights, op, "weights of combine()")
+                self.launch(call, op, out, out_weights, rows_offset, own_rows, weights_offset, topk)
             event = None
-            if not turn.plain or core.foreign:
-                event = core.settle(turn, call, call.streams)
+            if not op.plain or runtime.keep_alive:
+                event = runtime.settle(op, call, call.streams)
         except BaseException:
-            core.settle_failed(turn, call)
+            runtime.settle_failed(op, call)
             raise
         finally:
-            core.end(turn)
+            runtime.end(op)
         return CombineOutput(out, out_weights, event)
 
     def _plan(self, call: CombineCall) -> _Plan:
         """Make the plan of a form."""
         x = call.x
         row_bytes, narrow = x.shape[1] * x.itemsize, x.itemsize
-        grids = self._core.grid_plan(call.num_sms)
+        grids = self._runtime.grid_plan(call.num_sms)
         access = access_bytes(row_bytes, (), (narrow,))
         plan = _Plan(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
         call.form.plan = plan
@@ -311,7 +319,7 @@ class Combiner:
     def launch(
         self,
         call: CombineCall,
-        turn: Turn,
+        op: Operation,
         out: Any,
         out_weights: Any,
         rows_offset: int,
@@ -324,7 +332,7 @@ class Combiner:
 
         Args:
             call: The call.
-            turn: Its turn.
+            op: The operation.
             out: ``[T, H]``.
             out_weights: ``[T, K]`` float32, or None.
             rows_offset: Where the peers find this rank's rows in the region.
@@ -333,7 +341,7 @@ class Combiner:
             topk: K, 0 without weights.
             layout: Word of the header.
         """
-        core, routing, biases = self._core, call.routing, call.biases
+        runtime, routing, biases = self._runtime, call.routing, call.biases
         plan: _Plan = call.form.plan or self._plan(call)
         tokens, known, result = routing.num_tokens, addresses_of(routing), out.data.ptr
         first = biases[0].data.ptr if biases else 0
@@ -342,8 +350,8 @@ class Combiner:
         if (own_rows | result | first | second) % access:
             addresses = (own_rows, result, first, second)
             access = access_bytes(plan.row_bytes, addresses, (plan.narrow,))
-        name = "combine_bulk" if access == 16 and core.bulk else "combine"
-        launch = core.kernels.get(name, plan.grids.combine(tokens), _COMBINE)
+        name = "combine_bulk" if access == 16 and runtime.bulk else "combine"
+        launch = runtime.kernels.get(name, plan.grids.combine(tokens), _COMBINE)
         launch.operation(
             own_rows,
             result,
@@ -363,13 +371,13 @@ class Combiner:
             weights_offset // OFFSET_UNIT,
             layout,
         )
-        launch(core.serial, turn.stream.ptr)
-        core.launched(turn)
-        if turn.staged:
-            core.news.at_risk(turn.staged)
+        launch(runtime.serial, op.stream.ptr)
+        runtime.launched(op)
+        if op.staged:
+            runtime.failures.track(op.staged)
 
-    def _empty(self, turn: Turn, shape: tuple[int, int], dtype: Any) -> Any:
-        return self._new(shape, dtype) if turn.plain else turn.empty(shape, dtype)
+    def _empty(self, op: Operation, shape: tuple[int, int], dtype: Any) -> Any:
+        return self._new(shape, dtype) if op.plain else op.empty(shape, dtype)
 
     def _check_out(self, call: CombineCall) -> None:
         """The result must not be written over what is still to be read."""
@@ -381,49 +389,49 @@ class Combiner:
             if other.data.ptr < high and low < other.data.ptr + other.nbytes:
                 raise ContractError(
                     f"combine(): argument 'out' must share no memory with another argument, on "
-                    f"rank {self._core.spec.rank}.",
+                    f"rank {self._runtime.spec.rank}.",
                     Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("out")),
                 )
 
-    def _place_rows(self, call: CombineCall, turn: Turn) -> tuple[int, int]:
+    def _place_rows(self, call: CombineCall, op: Operation) -> tuple[int, int]:
         """Where the peers find the rows (offset in the region), and where this rank does.
 
         Rows outside the pool are copied into it, but for those of this rank's own tokens; where
         no host knows how many rows there are, by a kernel that looks, so that nobody copies the
         worst case.
         """
-        core, x = self._core, call.x
-        offset = core.arrays.find(x) if x.nbytes else core.control.nbytes
+        runtime, x = self._runtime, call.x
+        offset = runtime.arrays.find(x) if x.nbytes else runtime.control.nbytes
         source = x.data.ptr
         if offset is not None and offset % OFFSET_UNIT == 0:
             return offset, source
-        block = core.stage(x.nbytes, turn, "rows of combine()")
-        to, row_bytes = core.memory.region.base + block.offset, x.shape[1] * x.itemsize
+        block = runtime.stage(x.nbytes, op, "rows of combine()")
+        to, row_bytes = runtime.memory.region.base + block.offset, x.shape[1] * x.itemsize
         counts = getattr(call.routing, "host_rows_per_rank", None)
-        rank, stream = core.spec.rank, turn.stream
+        rank, stream = runtime.spec.rank, op.stream
         if counts is None:
-            return block.offset, self._stage_real(call, turn, to)
+            return block.offset, self._stage_real(call, op, to)
         if source % OFFSET_UNIT:
-            core.copy_bytes(to, source, x.nbytes, stream)
+            runtime.copy_bytes(to, source, x.nbytes, stream)
             return block.offset, to
         before = sum(counts[:rank]) * row_bytes
         behind = before + counts[rank] * row_bytes
-        core.copy_bytes(to, source, before, stream)
-        core.copy_bytes(to + behind, source + behind, x.nbytes - behind, stream)
+        runtime.copy_bytes(to, source, before, stream)
+        runtime.copy_bytes(to + behind, source + behind, x.nbytes - behind, stream)
         return block.offset, source
 
-    def _stage_real(self, call: CombineCall, turn: Turn, to: int) -> int:
+    def _stage_real(self, call: CombineCall, op: Operation, to: int) -> int:
         """Copy the rows that were really received; where this rank finds its own."""
-        core, x = self._core, call.x
+        runtime, x = self._runtime, call.x
         source: int = x.data.ptr
-        rank, own = core.spec.rank, source
+        rank, own = runtime.spec.rank, source
         if source % OFFSET_UNIT:
-            rank, own = core.spec.num_ranks, to  # the fast path reads whole words
+            rank, own = runtime.spec.num_ranks, to  # the fast path reads whole words
         if x.nbytes:
             row_bytes = x.shape[1] * x.itemsize
             access = access_bytes(row_bytes, (source, to), (4, 1))
             counts = addresses_of(call.routing).rows_per_rank
-            launch = core.kernels.local("stage", local_blocks(core.grids, len(x)))
+            launch = runtime.kernels.local("stage", local_blocks(runtime.grids, len(x)))
             launch.operation(source, to, counts, rank, row_bytes, access)
-            launch(turn.stream.ptr)
+            launch(op.stream.ptr)
         return own

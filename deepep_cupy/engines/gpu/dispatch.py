@@ -20,12 +20,12 @@ from typing import Any
 from deepep_cupy.engines.calls import DispatchCall, Routing
 from deepep_cupy.engines.gpu.expand import expand
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
-from deepep_cupy.engines.gpu.operation import Core, Turn, address, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
 from deepep_cupy.engines.gpu.quantize import CAST, cast_on_the_way, quantize, travelling
 from deepep_cupy.engines.gpu.routing import (
     FLOAT32,
     Addresses,
-    CudaRouting,
+    GpuRouting,
     Received,
     addresses_of,
     words_bytes,
@@ -190,35 +190,35 @@ def _casts_on_the_way(call: DispatchCall, plan: _Plan) -> bool:
 
 
 class Dispatcher:
-    """Runs dispatches on a ``Core``."""
+    """Runs dispatches on a ``Runtime``."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._ranks = core.spec.num_ranks
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._ranks = runtime.spec.num_ranks
 
     def run(self, call: DispatchCall) -> DispatchOutput:
         """See ``engines.protocol.Engine.dispatch``. On the engine's device, which is current."""
-        core = self._core
-        turn = core.begin(call.streams)
+        runtime = self._runtime
+        op = runtime.begin(call.streams)
         try:
             plan: _Plan = call.form.plan or self._plan(call)
             if call.quantize is not None and not _casts_on_the_way(call, plan):
-                if not turn.plain:
-                    turn.keep(call)
-                call = quantize(core, call, turn)
+                if not op.plain:
+                    op.keep(call)
+                call = quantize(runtime, call, op)
             if call.routing is not None:
-                return self._cached(call, plan, call.routing, turn)
-            return self._new(call, plan, turn)
+                return self._cached(call, plan, call.routing, op)
+            return self._new(call, plan, op)
         except BaseException:
-            core.settle_failed(turn, call)
+            runtime.settle_failed(op, call)
             raise
         finally:
-            core.end(turn)
+            runtime.end(op)
 
     def _plan(self, call: DispatchCall) -> _Plan:
         """Make the plan of a form."""
-        core, x, topk_idx = self._core, call.x, call.topk_idx
-        spec, weights = core.spec, call.topk_weights
+        runtime, x, topk_idx = self._runtime, call.x, call.topk_idx
+        spec, weights = runtime.spec, call.topk_weights
         topk = index_bytes = experts = local = 0
         if topk_idx is not None:
             topk, index_bytes = topk_idx.shape[1], topk_idx.itemsize
@@ -241,7 +241,7 @@ class Dispatcher:
             num_experts=experts,
             experts_per_rank=local or 1,
             num_reported_experts=local,
-            experts_offset=core.control.experts,
+            experts_offset=runtime.control.experts,
             expert_alignment=alignment,
             row_bytes=row_bytes,
             num_scales=num_scales,
@@ -274,24 +274,26 @@ class Dispatcher:
             parts=parts,
             wanted=tuple(wanted),
             fields=[int(value) for value in fields.values()],
-            cast=cast_on_the_way(core, call),
-            grids=core.grid_plan(call.num_sms),
+            cast=cast_on_the_way(runtime, call),
+            grids=runtime.grid_plan(call.num_sms),
         )
         call.form.plan = plan
         return plan
 
     # ------------------------------------------------------------------------------ new routes
 
-    def _new(self, call: DispatchCall, plan: _Plan, turn: Turn) -> DispatchOutput:
-        core, ranks, local, parts = self._core, self._ranks, plan.local, plan.parts
+    def _new(self, call: DispatchCall, plan: _Plan, op: Operation) -> DispatchOutput:
+        runtime, ranks, local, parts = self._runtime, self._ranks, plan.local, plan.parts
         sources_at, waits = plan.sources_at, call.num_worst_tokens is None
-        if waits and turn.capture != 0:
+        if waits and op.capture != 0:
             raise ContractError(_NOT_IN_GRAPHS)
-        blocks = turn.alloc(*plan.wanted)
+        blocks = op.alloc(*plan.wanted)
         kept, meta, rows = blocks[0], blocks[-2], blocks[-1]
-        words = Addresses(core.arrays.base + kept.offset, len(call.x), ranks, local, waited=waits)
+        words = Addresses(
+            runtime.arrays.base + kept.offset, len(call.x), ranks, local, waited=waits
+        )
         self._launch(
-            turn,
+            op,
             call,
             plan,
             blocks,
@@ -315,11 +317,11 @@ class Dispatcher:
                 (meta.offset + parts.index_at) // OFFSET_UNIT,
             ),
         )
-        core.news.at_risk(blocks)
+        runtime.failures.track(blocks)
         # A host that waits for counts does before they come what it can.
-        arrays, pool = core.arrays, core.pool
+        arrays, pool = runtime.arrays, runtime.pool
         pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
-        routing = CudaRouting.made_of(
+        routing = GpuRouting.made_of(
             num_tokens=len(call.x),
             num_recv_tokens=plan.capacity,
             waited=waits,
@@ -331,24 +333,24 @@ class Dispatcher:
         )
         counts = None
         if waits:
-            told = core.wait_counts(ranks + local, turn.stream, blocks)
+            told = runtime.wait_counts(ranks + local, op.stream, blocks)
             number, counts = routing.learn(told[:ranks]), told[ranks:]
             pool.shrink(rows, number * plan.row_bytes)
             if plan.num_scales:
                 pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
-        return self._received(call, plan, turn, routing, pointers, counts)
+        return self._received(call, plan, op, routing, pointers, counts)
 
     def _received(
         self,
         call: DispatchCall,
         plan: _Plan,
-        turn: Turn,
-        routing: CudaRouting,
+        op: Operation,
+        routing: GpuRouting,
         pointers: tuple[Any, Any],
         counts: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``counts``: rows of each local expert."""
-        topk_idx, scales, array = call.topk_idx, plan.scales, self._core.arrays.array
+        topk_idx, scales, array = call.topk_idx, plan.scales, self._runtime.arrays.array
         (at, at_rows), number, topk = pointers, routing.num_recv_tokens, plan.topk
         recv_x = array(at_rows, (number, plan.hidden), plan.dtype)
         recv_idx = recv_weights = recv_scales = None
@@ -359,29 +361,27 @@ class Dispatcher:
         if scales is not None:
             shape = number, plan.num_scales
             recv_scales = array(at, shape, scales, plan.parts.scales_at)
-        return self._output(
-            call, turn, recv_x, recv_idx, recv_weights, recv_scales, routing, counts
-        )
+        return self._output(call, op, recv_x, recv_idx, recv_weights, recv_scales, routing, counts)
 
     # --------------------------------------------------------------------------- cached routes
 
     def _cached(
-        self, call: DispatchCall, plan: _Plan, routing: Routing, turn: Turn
+        self, call: DispatchCall, plan: _Plan, routing: Routing, op: Operation
     ) -> DispatchOutput:
-        core, weights, scales = self._core, call.topk_weights, plan.scales
-        known, number, arrays = addresses_of(routing), routing.num_recv_tokens, core.arrays
+        runtime, weights, scales = self._runtime, call.topk_weights, plan.scales
+        known, number, arrays = addresses_of(routing), routing.num_recv_tokens, runtime.arrays
         row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
         if weights is None and scales is None:
-            blocks = turn.alloc((row_bytes, label))
+            blocks = op.alloc((row_bytes, label))
             scales_at = 0
         else:
             parts = _meta_of(number, plan.topk, weights is not None, 0, plan.num_scales)
-            blocks = turn.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
+            blocks = op.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
             scales_at = parts.scales_at
         at = blocks[-1].offset
         meta = at // OFFSET_UNIT
         self._launch(
-            turn,
+            op,
             call,
             plan,
             blocks,
@@ -395,7 +395,7 @@ class Dispatcher:
                 (at + scales_at) // OFFSET_UNIT,
             ),
         )
-        core.news.at_risk(blocks)
+        runtime.failures.track(blocks)
         recv_x = arrays.array(arrays.own(blocks[0]), (number, plan.hidden), plan.dtype)
         recv_weights = recv_scales = None
         if len(blocks) > 1:
@@ -405,13 +405,13 @@ class Dispatcher:
             if scales is not None:
                 shape = number, plan.num_scales
                 recv_scales = arrays.array(at, shape, scales, scales_at)
-        return self._output(call, turn, recv_x, None, recv_weights, recv_scales, routing, None)
+        return self._output(call, op, recv_x, None, recv_weights, recv_scales, routing, None)
 
     # ------------------------------------------------------------------------------ both kinds
 
     def _launch(
         self,
-        turn: Turn,
+        op: Operation,
         call: DispatchCall,
         plan: _Plan,
         blocks: list[Block],
@@ -421,14 +421,14 @@ class Dispatcher:
         """Launch with the fields that the plan knows, and with those of this call.
 
         Args:
-            turn: Of the operation.
+            op: The operation.
             call: The call.
             plan: Its plan.
             blocks: Given back if that fails.
             words: Fields ``send_row`` to ``real_rows``.
             places: Fields ``no_wait`` to ``index_offset``.
         """
-        core, x, scales, mask = self._core, call.x, call.scales, call.is_token_in_rank
+        runtime, x, scales, mask = self._runtime, call.x, call.scales, call.is_token_in_rank
         topk_idx, weights = call.topk_idx, call.topk_weights
         fields, source, tokens = plan.fields.copy(), x.data.ptr, len(x)
         fields[_GIVEN] = (
@@ -446,23 +446,23 @@ class Dispatcher:
         if source % access:
             access = fields[_ACCESS] = access_bytes(plan.row_bytes, (source,), _NARROW)
         fields[_PLACES] = places
-        name = "dispatch_bulk" if access == 16 and core.bulk else "dispatch"
+        name = "dispatch_bulk" if access == 16 and runtime.bulk else "dispatch"
         if call.quantize is not None and plan.cast is not None:  # else quantize() has done it
             name = "dispatch_cast_bulk"
             fields.extend(plan.cast)
         try:
-            launch = core.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
+            launch = runtime.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
             launch.operation(*fields)
-            launch(core.serial, turn.stream.ptr)
+            launch(runtime.serial, op.stream.ptr)
         except BaseException:
-            core.give_back(blocks)
+            runtime.give_back(blocks)
             raise
-        core.launched(turn)
+        runtime.launched(op)
 
     def _output(
         self,
         call: DispatchCall,
-        turn: Turn,
+        op: Operation,
         recv_x: Any,
         recv_idx: Any,
         recv_weights: Any,
@@ -474,17 +474,17 @@ class Dispatcher:
         event = None
         if call.expand:
             recv_x, recv_weights, recv_scales, routing = self._expanded(
-                turn, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
+                op, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
             )
             recv_idx = None
         if recv_scales is not None and call.scales_layout == "column":
-            recv_scales = self._columns(recv_scales, routing, turn)
+            recv_scales = self._columns(recv_scales, routing, op)
         if call.own:
             recv_x, recv_idx, recv_weights, recv_scales = map(
-                turn.copy, (recv_x, recv_idx, recv_weights, recv_scales)
+                op.copy, (recv_x, recv_idx, recv_weights, recv_scales)
             )
-        if not turn.plain or self._core.foreign:
-            event = self._core.settle(turn, call, call.streams)
+        if not op.plain or self._runtime.keep_alive:
+            event = self._runtime.settle(op, call, call.streams)
         per_expert, unit = counts or [], call.expert_alignment
         if unit > 1:
             per_expert = [align(count, unit) for count in per_expert]
@@ -494,7 +494,7 @@ class Dispatcher:
 
     def _expanded(
         self,
-        turn: Turn,
+        op: Operation,
         call: DispatchCall,
         rows: Any,
         scales: Any,
@@ -508,17 +508,17 @@ class Dispatcher:
         told = None if counts is None else tuple(counts)
         real = addresses_of(routing).num_real
         received = Received(call, rows, scales, topk_idx, weights, known, told, real)
-        done = expand(self._core, received, turn)
+        done = expand(self._runtime, received, op)
         return done.rows, done.topk_weights, done.scales, done.routing
 
-    def _columns(self, scales: Any, routing: Routing, turn: Turn) -> Any:
+    def _columns(self, scales: Any, routing: Routing, op: Operation) -> Any:
         """The same scales in column-major order: a copy in ordinary memory."""
         number, columns = scales.shape
-        made = turn.empty((columns, number), scales.dtype)
+        made = op.empty((columns, number), scales.dtype)
         if scales.size:
-            core = self._core
+            runtime = self._runtime
             real = 0 if routing.expanded else addresses_of(routing).num_real
-            launch = core.kernels.local("columns", local_blocks(core.grids, -(-number // 32)))
+            launch = runtime.kernels.local("columns", local_blocks(runtime.grids, -(-number // 32)))
             launch.operation(scales.data.ptr, made.data.ptr, real, number, columns)
-            launch(turn.stream.ptr)
+            launch(op.stream.ptr)
         return made.T

@@ -16,15 +16,15 @@ import numpy as np
 from deepep_cupy import env
 from deepep_cupy.engines.calls import CombineCall, DispatchCall
 from deepep_cupy.engines.gpu import loads as policy
+from deepep_cupy.engines.gpu.arrays import ArrayImporter
 from deepep_cupy.engines.gpu.combine import Combiner
 from deepep_cupy.engines.gpu.dispatch import Dispatcher
-from deepep_cupy.engines.gpu.failures import News, Report
-from deepep_cupy.engines.gpu.foreign import Intake
+from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
 from deepep_cupy.engines.gpu.grid import GridPlan
 from deepep_cupy.engines.gpu.kernels import KERNELS, shape_constants
 from deepep_cupy.engines.gpu.launch import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
-from deepep_cupy.engines.gpu.operation import Core, StreamPoint
+from deepep_cupy.engines.gpu.operation import GpuEvent, Runtime
 from deepep_cupy.engines.gpu.topology import Topology
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
 from deepep_cupy.errors import PlatformError
@@ -73,8 +73,8 @@ class CudaEngine:
         self._device: Any = cupy.cuda.Device(gpu.device)
         if choose_device:
             self._device.use()
-        self._intake = Intake(self.device, group.rank)
-        self.glance = self._intake.glance
+        self._intake = ArrayImporter(self.device, group.rank)
+        self.array_key = self._intake.array_key
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         arch = 10 * gpu.capability[0] + gpu.capability[1]
         self.loads = self._choose_loads(group, topology, arch)
@@ -99,7 +99,7 @@ class CudaEngine:
                 board_stride=LINE_BYTES // 4,
                 rank=spec.rank,
             )
-            self._core = Core(
+            self._runtime = Runtime(
                 spec=spec,
                 control=control,
                 device=self.device,
@@ -108,10 +108,10 @@ class CudaEngine:
                 kernels=kernels,
                 memory=memory,
                 report=report,
-                news=News(report, self._rendezvous, memory.pool, spec),
+                failures=FailureMonitor(report, self._rendezvous, memory.pool, spec),
             )
-        self._dispatcher = Dispatcher(self._core)
-        self._combiner = Combiner(self._core)
+        self._dispatcher = Dispatcher(self._runtime)
+        self._combiner = Combiner(self._runtime)
 
     def _choose_loads(self, group: Group, topology: Topology, arch: int) -> str:
         """Kernels are compiled once a node: all ranks take the same."""
@@ -144,34 +144,34 @@ class CudaEngine:
 
     # ------------------------------------------------------------------------------- local
 
-    def intake(self, operation: str, argument: str, value: object) -> Any:
+    def import_array(self, operation: str, argument: str, value: object) -> Any:
         """See ``Engine.intake``."""
         array = self._intake(operation, argument, value)
         if array is not value:
-            self._core.foreign.append((array, value))
+            self._runtime.keep_alive.append((array, value))
         return array
 
-    def intake_scales(self, operation: str, argument: str, value: object) -> Any:
+    def import_scales(self, operation: str, argument: str, value: object) -> Any:
         """See ``ModalEngine.intake_scales``."""
         array = self._intake(operation, argument, value, strided=True)
         if array is not value:
-            self._core.foreign.append((array, value))
+            self._runtime.keep_alive.append((array, value))
         return array
 
-    def capture(self) -> StreamPoint:
+    def capture(self) -> GpuEvent:
         """See ``ModalEngine.capture``."""
         with self._device:
-            return self._core.point()
+            return self._runtime.point()
 
     def comm_stream(self) -> Any:
         """See ``ModalEngine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
-        return self._core.comm
+        return self._runtime.comm
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """See ``Engine.empty``."""
         with self._device:
             stream = self._cupy.cuda.get_current_stream()
-            return self._core.arrays.empty(tuple(shape), dtype, stream, "empty()")
+            return self._runtime.arrays.empty(tuple(shape), dtype, stream, "empty()")
 
     def get_dispatch_layout(self, topk_idx: Any, num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
@@ -188,42 +188,42 @@ class CudaEngine:
 
     def check(self) -> None:
         """See ``Engine.check``."""
-        self._core.news.raise_any()
+        self._runtime.failures.raise_pending()
         self._rendezvous.watch("check")
 
     # --------------------------------------------------------------------------- operations
 
     def barrier(self) -> None:
         """See ``Engine.barrier``."""
-        with self._core:
+        with self._runtime:
             self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE))
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """See ``Engine.refuse``. Under graph capture nothing is sent: the error stays local."""
-        with self._core as core:
-            core.news.own_refusal(self._launch_barrier(kind, refusal))
+        with self._runtime as runtime:
+            runtime.failures.own_refusal(self._launch_barrier(kind, refusal))
 
     def _launch_barrier(self, kind: Kind, refusal: Refusal) -> int:
-        core = self._core
-        turn = core.begin()
+        runtime = self._runtime
+        operation = runtime.begin()
         try:
-            if turn.capture == 0 or refusal.code == RefusalCode.NONE:
-                launch = core.kernels.get("barrier", 1, kind)
+            if operation.capture == 0 or refusal.code == RefusalCode.NONE:
+                launch = runtime.kernels.get("barrier", 1, kind)
                 launch.refusal(kind, refusal.code, refusal.value)
-                launch(core.serial, turn.stream.ptr)
-            core.launched(turn)
+                launch(runtime.serial, operation.stream.ptr)
+            runtime.launched(operation)
         finally:
-            core.end(turn)
-        return core.serial
+            runtime.end(operation)
+        return runtime.serial
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
-        with self._core:
+        with self._runtime:
             return self._dispatcher.run(call)
 
     def combine(self, call: CombineCall) -> CombineOutput:
         """See ``Engine.combine``."""
-        with self._core:
+        with self._runtime:
             return self._combiner.run(call)
 
     # ------------------------------------------------------------------------------- the end
@@ -234,34 +234,34 @@ class CudaEngine:
 
     def reset(self) -> None:
         """See ``Engine.reset``."""
-        core = self._core
+        runtime = self._runtime
         with self._device:
-            core.drain()
+            runtime.drain()
             self._rendezvous.barrier("reset")
-            mine = np.array([core.memory.epoch()], np.int64)
+            mine = np.array([runtime.memory.epoch()], np.int64)
             epochs = self._rendezvous.exchange("reset", mine)[:, 0]
-            core.memory.start_over(epochs)
-            core.news.clear()
-            core.pool.release_quarantine()
+            runtime.memory.start_over(epochs)
+            runtime.failures.clear()
+            runtime.pool.release_quarantine()
             self._board.clear()
             self._rendezvous.barrier("reset")
 
     def close(self, *, collective: bool) -> None:
         """See ``Engine.close``."""
-        core = self._core
+        runtime = self._runtime
         if not collective:
-            core.memory.region.leave()
+            runtime.memory.region.leave()
             _left_behind.append(self)
             return
         with self._device:
             try:
-                core.drain()
+                runtime.drain()
                 self._rendezvous.barrier("close")
-                core.memory.region.close(lambda: self._rendezvous.barrier("close"))
+                runtime.memory.region.close(lambda: self._rendezvous.barrier("close"))
             except BaseException:
                 _left_behind.append(self)
                 raise
-            core.keeper.clear()
-            core.pool.close()
+            runtime.retention.clear()
+            runtime.pool.close()
             if self._board_address:
                 self._cupy.cuda.runtime.hostUnregister(self._board_address)

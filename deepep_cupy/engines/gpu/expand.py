@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from deepep_cupy.engines.gpu.grid import access_bytes, local_blocks, num_slices
-from deepep_cupy.engines.gpu.operation import Core, Turn, address, dtype_code_of
-from deepep_cupy.engines.gpu.routing import CudaRouting, Received, addresses_of
+from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
+from deepep_cupy.engines.gpu.routing import GpuRouting, Received, addresses_of
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.memory.pool import PoolExhaustedError
 from deepep_cupy.protocol.control_block import align
@@ -71,7 +71,7 @@ _INT32: Any = np.dtype(np.int32)
 _FLOAT32: Any = np.dtype(np.float32)
 
 
-def expand(core: Core, received: Received, turn: Turn) -> Received:
+def expand(runtime: Runtime, received: Received, op: Operation) -> Received:
     """Put received tokens into the expanded layout. Local; the host waits for nothing.
 
     A new routing takes three small kernels that find the rows (``expand/slices.cuh``), and each
@@ -85,37 +85,37 @@ def expand(core: Core, received: Received, turn: Turn) -> Received:
     """
     routing = received.routing
     if received.topk_idx is not None:
-        routing = _find_rows(core, received, turn)
-    return _copy(core, replace(received, routing=routing), turn)
+        routing = _find_rows(runtime, received, op)
+    return _copy(runtime, replace(received, routing=routing), op)
 
 
-def _array(core: Core, turn: Turn, shape: tuple[int, ...], dtype: Any, label: str) -> Any:
+def _array(runtime: Runtime, op: Operation, shape: tuple[int, ...], dtype: Any, label: str) -> Any:
     """An array in the pool, so that a combine need not copy it there. In ordinary memory where the
     pool is full: the rows have come, and a rank that gave up now would leave its peers alone."""
     nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     try:
-        (block,) = turn.alloc((nbytes, label))
+        (block,) = op.alloc((nbytes, label))
     except PoolExhaustedError:
-        return turn.empty(shape, dtype)
-    return core.arrays.array(core.arrays.own(block), shape, dtype)
+        return op.empty(shape, dtype)
+    return runtime.arrays.array(runtime.arrays.own(block), shape, dtype)
 
 
 # -------------------------------------------------------------------------------- which row
 
 
-def _find_rows(core: Core, received: Received, turn: Turn) -> CudaRouting:
+def _find_rows(runtime: Runtime, received: Received, op: Operation) -> GpuRouting:
     """The routing with the table of rows."""
     routing, topk_idx = received.routing, received.topk_idx
     tokens, topk = topk_idx.shape
-    local, alignment = core.spec.num_local_experts, routing.expert_alignment
+    local, alignment = runtime.spec.num_local_experts, routing.expert_alignment
     if received.counts is None:
         rows = worst_expanded_rows(tokens, topk, local, alignment)
     else:
         rows = sum(align(count, alignment) for count in received.counts)
-    table = _array(core, turn, (tokens, topk), _INT32, "expanded_row of dispatch()")
+    table = _array(runtime, op, (tokens, topk), _INT32, "expanded_row of dispatch()")
     if table.nbytes:
         slices = num_slices(tokens, local)
-        counters = turn.empty((slices, local), _INT32)
+        counters = op.empty((slices, local), _INT32)
         fields = (
             topk_idx.data.ptr,
             received.num_real,
@@ -130,39 +130,41 @@ def _find_rows(core: Core, received: Received, turn: Turn) -> CudaRouting:
             local,
             slices,
         )
-        of_slices = local_blocks(core.grids, slices)
-        of_experts = max(1, min(core.grids.num_sms, -(-local // 32)))
+        of_slices = local_blocks(runtime.grids, slices)
+        of_experts = max(1, min(runtime.grids.num_sms, -(-local // 32)))
         for name, blocks in (
             ("expand_count", of_slices),
             ("expand_starts", of_experts),
             ("expand_rows", of_slices),
         ):
-            launch = core.kernels.local(name, blocks)
+            launch = runtime.kernels.local(name, blocks)
             launch.operation(*fields)
-            launch(turn.stream.ptr)
+            launch(op.stream.ptr)
     return routing.changed(expanded_row=table, num_expanded_rows=rows)
 
 
 # ------------------------------------------------------------------------------------ copies
 
 
-def _copy(core: Core, received: Received, turn: Turn) -> Received:
+def _copy(runtime: Runtime, received: Received, op: Operation) -> Received:
     routing, rows, scales = received.routing, received.rows, received.scales
     weights, call = received.topk_weights, received.call
     table: Any = routing.expanded_row
     counts: Any = routing.expert_counts
     number, (tokens, hidden) = routing.num_expanded_rows, rows.shape
     row_bytes, columns = hidden * rows.itemsize, 0 if scales is None else scales.shape[1]
-    out = _array(core, turn, (number, hidden), rows.dtype, "expanded rows of dispatch()")
+    out = _array(runtime, op, (number, hidden), rows.dtype, "expanded rows of dispatch()")
     out_weights = out_scales = None
     if weights is not None:
-        out_weights = _array(core, turn, (number,), _FLOAT32, "expanded weights of dispatch()")
+        out_weights = _array(runtime, op, (number,), _FLOAT32, "expanded weights of dispatch()")
     if scales is not None:
         out_scales = _array(
-            core, turn, (number, columns), scales.dtype, "expanded scales of dispatch()"
+            runtime, op, (number, columns), scales.dtype, "expanded scales of dispatch()"
         )
     if number:
-        launch = core.kernels.local("expand_copy", local_blocks(core.grids, max(tokens, number)))
+        launch = runtime.kernels.local(
+            "expand_copy", local_blocks(runtime.grids, max(tokens, number))
+        )
         launch.operation(
             rows.data.ptr,
             address(weights),
@@ -185,5 +187,5 @@ def _copy(core: Core, received: Received, turn: Turn) -> Received:
             call.zero_padding,
             dtype_code_of(rows.dtype, None if scales is None else scales.dtype),
         )
-        launch(turn.stream.ptr)
+        launch(op.stream.ptr)
     return replace(received, rows=out, scales=out_scales, topk_idx=None, topk_weights=out_weights)

@@ -24,7 +24,7 @@ from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortReason
 from deepep_cupy.ranks.rendezvous import Rendezvous, name_ranks
 
-__all__ = ["FAILED", "REFUSED", "News", "Record", "Report"]
+__all__ = ["FAILED", "REFUSED", "FailureMonitor", "Record", "Report"]
 
 
 # ---------------- What kernels tell the host: counts, and records of what went wrong, in page-lock
@@ -173,7 +173,7 @@ _BLOCKS_AT_RISK = 12
 _HANDLE = ARGUMENTS.index("handle")
 
 
-class News:
+class FailureMonitor:
     """What the kernels of one Buffer have reported and nobody has raised yet.
 
     Args:
@@ -199,7 +199,7 @@ class News:
         """The caller raises the refusal of this launch by itself."""
         self._own.add(serial)
 
-    def at_risk(self, blocks: list[Block]) -> None:
+    def track(self, blocks: list[Block]) -> None:
         """Remember blocks of the newest operation: late peers may write into them if it fails."""
         self._risky.extend(blocks)
 
@@ -213,7 +213,7 @@ class News:
 
     # -------------------------------------------------------------------------------- raising
 
-    def raise_any(self, serial: int | None = None) -> None:
+    def raise_pending(self, serial: int | None = None) -> None:
         """Raise a failure, again and again until ``clear``, else the oldest refusal, once.
 
         Args:
@@ -241,9 +241,9 @@ class News:
         if report.busy_serial:
             raise self._busy()
 
-    def silence(self, serial: int) -> NoReturn:
+    def missing_report(self, serial: int) -> NoReturn:
         """A kernel has ended, and the counts it owes have not come."""
-        self.raise_any(serial)
+        self.raise_pending(serial)
         raise StateError(
             f"dispatch(): the kernel of rank {self._spec.rank} ended without a word; {_WHAT_NEXT}."
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from deepep_cupy.engines.calls import HERE, CombineCall, DispatchCall, Streams
-from deepep_cupy.engines.gpu.failures import News, Report
+from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
 from deepep_cupy.engines.gpu.grid import GridPlan
 from deepep_cupy.engines.gpu.launch import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
@@ -28,13 +28,21 @@ from deepep_cupy.protocol.sizes import BufferSpec
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Core", "DeviceOrder", "Keeper", "StreamPoint", "Turn", "address", "dtype_code_of"]
+__all__ = [
+    "DeviceOrder",
+    "GpuEvent",
+    "Operation",
+    "Retention",
+    "Runtime",
+    "address",
+    "dtype_code_of",
+]
 
 
 # ------------------ Where an operation runs, whose its arrays are, and how long what it uses lives
 
 
-class Keeper:
+class Retention:
     """Keeps objects until work on the GPU is over, and lends memory.
 
     Args:
@@ -43,7 +51,7 @@ class Keeper:
 
     Attributes:
         kept: Events, and what is kept until they are over.
-        returned: Lent memory that nobody refers to any more, and the streams that used it.
+        returned: Borrowed memory that nobody refers to any more, and the streams that used it.
     """
 
     def __init__(self, events: Any, device: int) -> None:
@@ -69,14 +77,14 @@ class Keeper:
         """Keep ``objects`` until ``clear``."""
         self._for_ever.append(objects)
 
-    def lend(self, nbytes: int, stream: Any, user: Any) -> tuple[Any, _Lent]:
+    def borrow(self, nbytes: int, stream: Any, user: Any) -> tuple[Any, Borrowed]:
         """Memory for work on ``stream`` whose results ``user``, another stream, uses."""
         cuda = self._cupy.cuda
         with stream:
             memory = cuda.alloc(max(1, nbytes))
-        lent = _Lent(memory, self.returned, user)
-        whole = cuda.UnownedMemory(memory.ptr, max(1, nbytes), lent, self._device)
-        return cuda.MemoryPointer(whole, 0), lent
+        borrowed = Borrowed(memory, self.returned, user)
+        whole = cuda.UnownedMemory(memory.ptr, max(1, nbytes), borrowed, self._device)
+        return cuda.MemoryPointer(whole, 0), borrowed
 
     def reap(self) -> None:
         """Drop what is not used any more. Not under capture: it asks events."""
@@ -103,7 +111,7 @@ class Keeper:
         self._for_ever.clear()
 
 
-class _Lent:
+class Borrowed:
     """Owner of lent memory; dies with the last array over it. Any thread, any lock, any capture:
     the finalizer only appends."""
 
@@ -120,7 +128,7 @@ class _Lent:
         self._returned.append((self._memory, self.users))
 
 
-class StreamPoint:
+class GpuEvent:
     """``engines.protocol.Event``: the end of an operation, or of what a stream had been given.
 
     Args:
@@ -131,29 +139,33 @@ class StreamPoint:
     """
 
     def __init__(
-        self, core: Core, event: Any, blocks: Sequence[Block] = (), lent: Sequence[Any] = ()
+        self,
+        runtime: Runtime,
+        event: Any,
+        blocks: Sequence[Block] = (),
+        borrowed: Sequence[Any] = (),
     ) -> None:
-        self._core = core
+        self._runtime = runtime
         self._event = event
         self._blocks = blocks
-        self._lent = lent
+        self._borrowed = borrowed
 
     def wait(self) -> None:
         """Let the current stream wait; it is a user of the results from here on. Raises what
         finished operations have left to be reported."""
-        core = self._core
-        stream = core.cupy.cuda.get_current_stream()
+        runtime = self._runtime
+        stream = runtime.cupy.cuda.get_current_stream()
         stream.wait_event(self._event.event)
         for block in self._blocks:
-            core.pool.record_stream(block, stream)
-        for reference in self._lent:
-            lent = reference()
-            if lent is not None:
-                lent.users[stream] = None
-        core.news.raise_any()
+            runtime.pool.record_stream(block, stream)
+        for reference in self._borrowed:
+            borrowed = reference()
+            if borrowed is not None:
+                borrowed.users[stream] = None
+        runtime.failures.raise_pending()
 
 
-class Turn:
+class Operation:
     """One operation's place on the GPU. The engine has one for calls without streams, and uses
     it again and again.
 
@@ -170,9 +182,9 @@ class Turn:
     """
 
     __slots__ = (
-        "_core",
-        "_lent",
+        "_borrowed",
         "_outputs",
+        "_runtime",
         "capture",
         "current",
         "held",
@@ -181,8 +193,8 @@ class Turn:
         "stream",
     )
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self.stream: Any = None
         self.current: Any = None
         self.capture = 0
@@ -190,7 +202,7 @@ class Turn:
         self.held = False
         self.staged: list[Block] = []
         self._outputs: list[Block] = []
-        self._lent: list[Any] = []
+        self._borrowed: list[Any] = []
 
     @property
     def capturing(self) -> bool:
@@ -203,7 +215,7 @@ class Turn:
         Args:
             wanted: (bytes, label) of each.
         """
-        pool = self._core.pool
+        pool = self._runtime.pool
         blocks = pool.alloc_all(wanted, self.stream, self.capture)
         if self.current is not self.stream:
             for block in blocks:
@@ -213,7 +225,7 @@ class Turn:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array in ordinary memory, of any dtype."""
-        core, cuda = self._core, self._core.cupy.cuda
+        runtime, cuda = self._runtime, self._runtime.cupy.cuda
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if self.current is self.stream:
             pointer = cuda.alloc(nbytes)
@@ -221,11 +233,11 @@ class Turn:
             with self.stream:
                 pointer = cuda.alloc(nbytes)
         else:
-            pointer, lent = core.keeper.lend(nbytes, self.stream, self.current)
-            self._lent.append(weakref.ref(lent))
-        array = core.cupy.ndarray(shape, dtype, memptr=pointer)
+            pointer, borrowed = runtime.retention.borrow(nbytes, self.stream, self.current)
+            self._borrowed.append(weakref.ref(borrowed))
+        array = runtime.cupy.ndarray(shape, dtype, memptr=pointer)
         if self.capture != 0:
-            core.keeper.for_ever(array)
+            runtime.retention.for_ever(array)
         return array
 
     def copy(self, array: Any) -> Any:
@@ -236,16 +248,16 @@ class Turn:
             made = self.empty(array.shape, array.dtype)
         else:
             made = self.empty(array.shape[::-1], array.dtype).T
-        self._core.copy_bytes(made.data.ptr, array.data.ptr, array.nbytes, self.stream)
+        self._runtime.copy_bytes(made.data.ptr, array.data.ptr, array.nbytes, self.stream)
         return made
 
     def keep(self, thing: Any) -> None:
         """Let something live until the operation is over; under capture, for ever."""
-        self._core.foreign.append(thing)
+        self._runtime.keep_alive.append(thing)
 
-    def point(self, event: Any) -> StreamPoint:
+    def point(self, event: Any) -> GpuEvent:
         """The end of this operation, for the caller."""
-        return StreamPoint(self._core, event, tuple(self._outputs), tuple(self._lent))
+        return GpuEvent(self._runtime, event, tuple(self._outputs), tuple(self._borrowed))
 
 
 # ---------------- One operation at a time on a GPU, whatever Buffers, streams and threads a proces
@@ -318,7 +330,7 @@ _HIGHEST = -100
 """A priority that CUDA clamps to the highest there is."""
 
 
-class Core:
+class Runtime:
     """The parts of one engine, and the order of its operations.
 
     Args:
@@ -351,7 +363,7 @@ class Core:
         kernels: Kernels,
         memory: SymmetricMemory,
         report: Report,
-        news: News,
+        failures: FailureMonitor,
     ) -> None:
         import cupy
 
@@ -364,16 +376,16 @@ class Core:
         self.memory = memory
         self.pool, self.arrays, self.events = memory.pool, memory.arrays, memory.events
         self.report = report
-        self.news = news
+        self.failures = failures
         self.order = DeviceOrder.of(device)
         self.serial = 0
         self._current_stream: Any = cupy.cuda.get_current_stream
         self._array: type = cupy.ndarray
         self.comm: Any = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self.keeper = Keeper(self.events, device)
-        self.foreign: list[Any] = []
+        self.retention = Retention(self.events, device)
+        self.keep_alive: list[Any] = []
         self._device: Any = cupy.cuda.Device(device)
-        self._turn = Turn(self)
+        self._operation = Operation(self)
         self._probe: tuple[int, Any, Any] | None = None
         self._grids: dict[int, GridPlan] = {}
         runtime = cupy.cuda.runtime
@@ -382,20 +394,20 @@ class Core:
 
     # --------------------------------------------------------------------------------- order
 
-    def __enter__(self) -> Core:
+    def __enter__(self) -> Runtime:
         """A call, on the engine's device, after what earlier ones have left to be raised."""
-        self.news.raise_any()
+        self.failures.raise_pending()
         self._device.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._device.__exit__(*error)
 
-    def begin(self, streams: Streams = HERE) -> Turn:
+    def begin(self, streams: Streams = HERE) -> Operation:
         """Begin an operation: on the current stream, or on the communication stream, ordered
         behind the last operation of any Buffer on this GPU. Counts the serial up. ``launched``
         must follow, and ``end`` in any case."""
-        stream, events, turn = self._current_stream(), self.events, self._turn
+        stream, events, op = self._current_stream(), self.events, self._operation
         capture = events.capture_id(stream)
         if capture < 0:
             raise StateError(
@@ -403,48 +415,48 @@ class Core:
                 "made with non_blocking=True."
             )
         if streams is not HERE and (streams.async_finish or streams.previous_event is not None):
-            turn = Turn(self)
-            turn.current, turn.capture = stream, capture
-            self._move_to_comm(turn, streams)
-            turn.stream = stream = self.comm
-            turn.plain = False
+            op = Operation(self)
+            op.current, op.capture = stream, capture
+            self._move_to_comm(op, streams)
+            op.stream = stream = self.comm
+            op.plain = False
         else:
-            turn.current = turn.stream = stream
-            turn.capture = capture
-            turn.plain = capture == 0
+            op.current = op.stream = stream
+            op.capture = capture
+            op.plain = capture == 0
         self.serial = serial = self.serial % _LAST_SERIAL + 1
         if capture == 0:
             if serial % _PROBE_EVERY == 0:
                 self._look(stream)
-            keeper = self.keeper
-            if keeper.kept or keeper.returned:
-                keeper.reap()
+            retention = self.retention
+            if retention.kept or retention.returned:
+                retention.reap()
         order = self.order
         order.lock.acquire()
-        turn.held = True
+        op.held = True
         try:
             if capture == 0:
                 order.enter(stream, events)
             else:
                 order.enter_captured(stream, events, capture)
         except BaseException:
-            self.end(turn)
+            self.end(op)
             raise
-        return turn
+        return op
 
-    def _move_to_comm(self, turn: Turn, streams: Streams) -> None:
+    def _move_to_comm(self, op: Operation, streams: Streams) -> None:
         """Let the communication stream wait for what the operation comes after."""
         comm, previous = self.comm, streams.previous_event
         if previous is None:
-            comm.wait_event(self.events.record(turn.current).event)
+            comm.wait_event(self.events.record(op.current).event)
         else:
             with comm:
                 previous.wait()
         self.order.precise = True
         found = self.events.capture_id(comm)
-        if found == turn.capture:
+        if found == op.capture:
             return
-        if turn.capture == 0:
+        if op.capture == 0:
             raise StateError(
                 f"the communication stream of rank {self.spec.rank} is being captured into a "
                 f"graph; end the capture before calls outside of it."
@@ -455,59 +467,59 @@ class Core:
             Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("previous_event")),
         )
 
-    def launched(self, turn: Turn) -> None:
+    def launched(self, op: Operation) -> None:
         """The operation is on its stream: the next one may come."""
-        if turn.held:
+        if op.held:
             order = self.order
-            if order.precise and turn.capture == 0:
-                order.leave(turn.stream, self.events)
-            turn.held = False
+            if order.precise and op.capture == 0:
+                order.leave(op.stream, self.events)
+            op.held = False
             order.lock.release()
 
-    def end(self, turn: Turn) -> None:
+    def end(self, op: Operation) -> None:
         """Give back what the turn holds, however the operation ended."""
-        if turn.held:
-            turn.held = False
+        if op.held:
+            op.held = False
             self.order.lock.release()
-        if turn.staged:
+        if op.staged:
             # In stream order: behind the kernels, and so behind all readers.
-            self.give_back(turn.staged)
-            turn.staged = []
+            self.give_back(op.staged)
+            op.staged = []
 
     def settle(
-        self, turn: Turn, call: DispatchCall | CombineCall, streams: Streams
-    ) -> StreamPoint | None:
+        self, op: Operation, call: DispatchCall | CombineCall, streams: Streams
+    ) -> GpuEvent | None:
         """All of the operation is on its stream: keep what it uses, let the caller's stream wait
         for it, or say when it is over."""
-        foreign, self.foreign = self.foreign, []
-        if turn.capture != 0:
-            self.keeper.for_ever((call, foreign))
-        if turn.current is turn.stream:
-            if foreign and turn.capture == 0:
-                self.keeper.until(self.events.record(turn.stream), foreign)
+        keep_alive, self.keep_alive = self.keep_alive, []
+        if op.capture != 0:
+            self.retention.for_ever((call, keep_alive))
+        if op.current is op.stream:
+            if keep_alive and op.capture == 0:
+                self.retention.until(self.events.record(op.stream), keep_alive)
             return None
-        end = self.events.record(turn.stream)
-        if turn.capture == 0:
-            self.keeper.until(end, (call.routing, foreign, self._outside_pool(call)))
+        end = self.events.record(op.stream)
+        if op.capture == 0:
+            self.retention.until(end, (call.routing, keep_alive, self._outside_pool(call)))
         if streams.async_finish:
-            return turn.point(end)
-        turn.current.wait_event(end.event)
+            return op.point(end)
+        op.current.wait_event(end.event)
         return None
 
-    def settle_failed(self, turn: Turn, call: DispatchCall | CombineCall) -> None:
+    def settle_failed(self, op: Operation, call: DispatchCall | CombineCall) -> None:
         """The same for an operation that raised: its kernel may be running."""
         with contextlib.suppress(Exception):  # the first error is the one to see
-            self.settle(turn, call, Streams())
+            self.settle(op, call, Streams())
 
-    def point(self) -> StreamPoint:
+    def point(self) -> GpuEvent:
         """What the current stream has been given so far."""
-        return StreamPoint(self, self.events.record(self._current_stream()))
+        return GpuEvent(self, self.events.record(self._current_stream()))
 
     def drain(self) -> None:
         """Wait until all operations of this Buffer are over, those in graphs too. Each of them
         ends by itself, at the latest in ``timeout_s``."""
         self.order.drain()
-        if self.keeper.captured:
+        if self.retention.captured:
             self.cupy.cuda.runtime.deviceSynchronize()
 
     def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
@@ -551,14 +563,16 @@ class Core:
                 if counts is not None:
                     return counts
                 if report.has_news:
-                    self.news.raise_any(serial)
+                    self.failures.raise_pending(serial)
                 polls += 1
                 if polls % _PATIENT_POLLS == 0:
                     if end is None:
                         end = self.events.record(stream)
                     elif self.events.query(end):
                         counts = counts_of(serial, number)
-                        return counts if counts is not None else self.news.silence(serial)
+                        return (
+                            counts if counts is not None else self.failures.missing_report(serial)
+                        )
                     time.sleep(0)  # lets other threads of this process run
         except BaseException as error:
             for block in blocks:
@@ -569,22 +583,22 @@ class Core:
 
     # ------------------------------------------------------------------------ blocks and bytes
 
-    def place(self, array: Any, turn: Turn, label: str) -> int:
+    def place(self, array: Any, op: Operation, label: str) -> int:
         """Offset in the region where the peers find an array, copied there if need be; the copy
         lives until the end of the turn."""
         offset = self.arrays.find(array) if array.nbytes else self.control.nbytes
         if offset is not None and offset % OFFSET_UNIT == 0:
             return offset
-        block = self.stage(array.nbytes, turn, label)
+        block = self.stage(array.nbytes, op, label)
         self.copy_bytes(
-            self.memory.region.base + block.offset, array.data.ptr, array.nbytes, turn.stream
+            self.memory.region.base + block.offset, array.data.ptr, array.nbytes, op.stream
         )
         return block.offset
 
-    def stage(self, nbytes: int, turn: Turn, label: str) -> Block:
+    def stage(self, nbytes: int, op: Operation, label: str) -> Block:
         """A block that lives until the end of the turn."""
-        block = self.pool.alloc(nbytes, turn.stream, label)
-        turn.staged.append(block)
+        block = self.pool.alloc(nbytes, op.stream, label)
+        op.staged.append(block)
         return block
 
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: Any) -> None:

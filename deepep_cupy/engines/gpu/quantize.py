@@ -13,7 +13,7 @@ import numpy as np
 
 from deepep_cupy.engines.calls import DispatchCall
 from deepep_cupy.engines.gpu.grid import access_bytes, cast_chunks, local_blocks
-from deepep_cupy.engines.gpu.operation import Core, Turn, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation, Runtime, dtype_code_of
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.protocol.routing import num_scales
 
@@ -69,16 +69,16 @@ def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
     return x.dtype, *((None, 0) if scales is None else (scales.dtype, scales.shape[1]))
 
 
-def cast_on_the_way(core: Core, call: DispatchCall) -> tuple[int, ...] | None:
+def cast_on_the_way(runtime: Runtime, call: DispatchCall) -> tuple[int, ...] | None:
     """Fields of ``Cast`` where the dispatch kernel itself can cast rows of this form (whose base
     is a multiple of 16 bytes), else None."""
     how, hidden = call.quantize, call.x.shape[1]
-    if how is None or not core.bulk or hidden == 0 or hidden % 16:
+    if how is None or not runtime.bulk or hidden == 0 or hidden % 16:
         return None
     return dtype_code_of(call.x.dtype), int(how.round_scale), int(how.use_ue8m0)
 
 
-def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
+def quantize(runtime: Runtime, call: DispatchCall, op: Operation) -> DispatchCall:
     """Cast the rows of a call that wants it; the call as if the caller had passed the pair.
 
     Args:
@@ -92,12 +92,12 @@ def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
     x = call.x
     tokens, hidden = x.shape
     dtype, scales_dtype, columns = travelling(call)
-    codes = turn.empty((tokens, hidden), dtype)
-    scales = turn.empty((tokens, columns), scales_dtype)
+    codes = op.empty((tokens, hidden), dtype)
+    scales = op.empty((tokens, columns), scales_dtype)
     if codes.nbytes:
         access = access_bytes(hidden * x.itemsize, (x.data.ptr,), (x.itemsize,))
         warps = tokens * cast_chunks(hidden, x.itemsize, access)
-        launch = core.kernels.local("quantize", local_blocks(core.grids, warps))
+        launch = runtime.kernels.local("quantize", local_blocks(runtime.grids, warps))
         launch.operation(
             x.data.ptr,
             codes.data.ptr,
@@ -111,5 +111,5 @@ def quantize(core: Core, call: DispatchCall, turn: Turn) -> DispatchCall:
             how.round_scale,
             how.use_ue8m0,
         )
-        launch(turn.stream.ptr)
+        launch(op.stream.ptr)
     return replace(call, x=codes, scales=scales, quantize=None)

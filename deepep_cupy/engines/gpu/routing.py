@@ -12,7 +12,7 @@ from deepep_cupy.engines.calls import DispatchCall, Routing
 from deepep_cupy.memory.block import BlockOwner
 from deepep_cupy.memory.cuda_ipc import PoolArrays
 
-__all__ = ["Addresses", "CudaRouting", "Received", "addresses_of"]
+__all__ = ["Addresses", "GpuRouting", "Received", "addresses_of"]
 
 _INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -82,7 +82,7 @@ class _Part:
         return made
 
 
-class CudaRouting(Routing):
+class GpuRouting(Routing):
     """A routing on a GPU. Its arrays are parts of one block of memory (``dispatching.py``).
 
     Made by ``made_of``, not by its constructor; changed by ``changed``, not by
@@ -100,7 +100,7 @@ class CudaRouting(Routing):
     _sources_at: int
 
     @classmethod
-    def made_of(cls, **values: Any) -> CudaRouting:
+    def made_of(cls, **values: Any) -> GpuRouting:
         """Make one of fields of ``Routing`` and of what stands in for the arrays: ``addresses``,
         ``_arrays``, ``_owner`` (of the block) and ``_sources_at`` (behind the words)."""
         routing = object.__new__(cls)
@@ -113,7 +113,7 @@ class CudaRouting(Routing):
         self.__dict__.update(host_rows_per_rank=tuple(rows_per_rank), num_recv_tokens=number)
         return number
 
-    def changed(self, **values: Any) -> CudaRouting:
+    def changed(self, **values: Any) -> GpuRouting:
         """A copy with other values for some fields."""
         return self.made_of(**{**self.__dict__, **values})
 
@@ -181,6 +181,6 @@ class Received:
     scales: Any
     topk_idx: Any
     topk_weights: Any
-    routing: CudaRouting
+    routing: GpuRouting
     counts: tuple[int, ...] | None
     num_real: int

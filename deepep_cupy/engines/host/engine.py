@@ -215,7 +215,7 @@ class HostEngine:
 
     # -------------------------------------------------------------------------------- local
 
-    def intake(self, operation: str, argument: str, value: object) -> NDArray[Any]:
+    def import_array(self, operation: str, argument: str, value: object) -> NDArray[Any]:
         """See ``Engine.intake``: NumPy arrays are taken as they are."""
         where = f"{operation}(): argument '{argument}' must be"
         if not isinstance(value, np.ndarray):
@@ -237,13 +237,13 @@ class HostEngine:
             )
         return value.view(np.ndarray)
 
-    def intake_scales(self, operation: str, argument: str, value: object) -> NDArray[Any]:
+    def import_scales(self, operation: str, argument: str, value: object) -> NDArray[Any]:
         """See ``ModalEngine.intake_scales``."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return value.view(np.ndarray)
-        return self.intake(operation, argument, value)
+        return self.import_array(operation, argument, value)
 
-    def glance(self, value: object, strided: bool) -> tuple[Any, ...] | None:
+    def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
         """See ``Engine.glance``."""
         if type(value) is not np.ndarray or value.dtype.hasobject or not value.flags.writeable:
             return None

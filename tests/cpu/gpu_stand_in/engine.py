@@ -67,8 +67,8 @@ class Rank:
         from deepep_cupy.engines.gpu import operation as order
         from deepep_cupy.engines.gpu.combine import Combiner
         from deepep_cupy.engines.gpu.dispatch import Dispatcher
-        from deepep_cupy.engines.gpu.failures import News, Report
-        from deepep_cupy.engines.gpu.operation import Core
+        from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
+        from deepep_cupy.engines.gpu.operation import Runtime
 
         rank = spec.rank
         d.set_device(d.Device(rank))
@@ -82,7 +82,7 @@ class Rank:
             region=region, pool=pool, arrays=PoolArrays(region, pool, rank), events=events
         )
         self.spec, self.events, self.kernels = spec, events, Kernels(world, rank)
-        self.core = Core(
+        self.runtime = Runtime(
             spec=spec,
             control=control,
             device=rank,
@@ -91,16 +91,16 @@ class Rank:
             kernels=self.kernels,
             memory=memory,
             report=report,
-            news=News(report, Rendezvous(), pool, spec),
+            failures=FailureMonitor(report, Rendezvous(), pool, spec),
         )
-        self.dispatcher, self.combiner = Dispatcher(self.core), Combiner(self.core)
+        self.dispatcher, self.combiner = Dispatcher(self.runtime), Combiner(self.runtime)
 
     def dispatch(self, call):
-        with self.core:
+        with self.runtime:
             return self.dispatcher.run(call)
 
     def combine(self, call):
-        with self.core:
+        with self.runtime:
             return self.combiner.run(call)
 
 

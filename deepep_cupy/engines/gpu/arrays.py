@@ -22,7 +22,7 @@ from typing import Any
 
 from deepep_cupy.errors import ContractError
 
-__all__ = ["FLOAT8", "Intake", "take_dlpack"]
+__all__ = ["FLOAT8", "ArrayImporter", "take_dlpack"]
 
 
 # -------------------------------------------- DLPack, with the dtypes that CuPy does not know: FP8
@@ -112,7 +112,7 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _DLPACK_CUDA = (2, 13)  # device types: CUDA memory, managed memory
 
 
-class Intake:
+class ArrayImporter:
     """Takes arrays on one device.
 
     Args:
@@ -160,7 +160,7 @@ class Intake:
             )
         return array
 
-    def glance(self, value: Any, strided: bool) -> Any:
+    def array_key(self, value: Any, strided: bool) -> Any:
         """See ``engines.protocol.Engine.glance``."""
         if type(value) is not self._array:
             return None

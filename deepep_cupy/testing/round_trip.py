@@ -14,7 +14,7 @@ from deepep_cupy.testing.data import Part
 if TYPE_CHECKING:
     from deepep_cupy.api.buffer import Buffer
 
-__all__ = ["MODES", "Trip", "buffer_arguments", "modes_needed"]
+__all__ = ["MODES", "RoundTrip", "buffer_arguments", "modes_needed"]
 
 MODES: dict[str, Callable[[Case], bool]] = {
     "scales": lambda case: case.fp8 in ("scales", "packed"),
@@ -44,7 +44,7 @@ def buffer_arguments(case: Case) -> dict[str, Any]:
     }
 
 
-class Trip:
+class RoundTrip:
     """The calls of one case on one rank, with the engine's arrays.
 
     Args:

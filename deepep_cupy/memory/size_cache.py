@@ -18,10 +18,10 @@ from deepep_cupy.memory.block import Block
 from deepep_cupy.memory.free_list import Stream
 from deepep_cupy.memory.stream_clock import MAX_FACTS
 
-__all__ = ["Resting"]
+__all__ = ["SizeCache"]
 
 
-class Resting:
+class SizeCache:
     """Blocks that rest, and tails. Its caller holds the pool's lock.
 
     Attributes:
