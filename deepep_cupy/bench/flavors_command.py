@@ -17,6 +17,7 @@ from typing import Any
 
 from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flavor, Flush, Whole
 from deepep_cupy.cli.progress import Progress
+from deepep_cupy.cli.ranks import mpi, world
 from deepep_cupy.cli.table import columns
 from deepep_cupy.errors import ContractError, PlatformError
 
@@ -148,16 +149,9 @@ class _Bench:
     """What both parts share. Collective."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        try:
-            mpi = importlib.import_module("deepep_cupy.ranks.mpi")
-        except ImportError as error:
-            raise PlatformError(
-                f"bench: {error.name or error} cannot be imported; "
-                "pip install 'deepep_cupy[mpich]'."
-            ) from error
         self._args = args
-        self._comm = mpi.world()
-        self._group = mpi.MPIGroup(self._comm)
+        self._comm = world("bench flavors")
+        self._group = mpi("bench flavors").MPIGroup(self._comm)
         self.rank: int = self._comm.rank
 
     def measure(self, sms: Sequence[int], whole_sms: Sequence[int]) -> Results:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,9 @@ from deepep_cupy.bench.nccl import NcclFailedError, connect, why_no_nccl
 from deepep_cupy.bench.report import Report, Steps
 from deepep_cupy.bench.routing import ROUTINGS
 from deepep_cupy.bench.workload import Bench, Ranks, Shape, Workload
+from deepep_cupy.cli.ranks import world
 from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.protocol.sizes import MAX_RANKS, MAX_TOPK
+from deepep_cupy.protocol.sizes import MAX_TOPK
 
 __all__ = [
     "OperationBench",
@@ -38,7 +38,6 @@ __all__ = [
     "positive",
     "run_latency",
     "shape_of",
-    "world",
 ]
 
 
@@ -74,7 +73,7 @@ class OperationBench:
         check_common(operation, args)
         names = args.mode or ",".join(DEFAULTS[operation])
         modes = modes_of_names(operation, names, lambda name: parse(operation, name))
-        run = Run(operation, world(operation), shape_of(args, args.tokens), args)
+        run = Run(operation, world(f"bench {operation}"), shape_of(args, args.tokens), args)
         steps = Steps(
             len(args.sms) * (len(modes) + count_ceilings(modes)) + 1, shown=run.ranks.rank == 0
         )
@@ -236,7 +235,7 @@ def run_latency(args: argparse.Namespace) -> int:
     check_common("latency", args)
     modes = modes_of_names("latency", args.mode, parse_any)
     shape = shape_of(args, max(args.tokens))
-    bench_run = Run("latency", world("latency"), shape, args, ",".join(map(str, args.tokens)))
+    bench_run = Run("latency", world("bench latency"), shape, args, ",".join(map(str, args.tokens)))
     steps = Steps(len(args.tokens) * (len(modes) + 2), shown=bench_run.ranks.rank == 0)
     # Every size has its graphs, which keep what they write; together not twice the largest's.
     with bench_run.bench(modes * 2, args.sms) as bench:
@@ -301,23 +300,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--no-nccl", action="store_true", help="do not compare with NCCL")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE.png", help="draw the times; needs matplotlib")
-
-
-def world(operation: str) -> Any:
-    """``MPI.COMM_WORLD``, of as many ranks as a Buffer takes."""
-    try:
-        mpi = importlib.import_module("deepep_cupy.ranks.mpi")
-    except ImportError as error:
-        raise PlatformError(
-            f"bench: {error.name or error} cannot be imported; pip install 'deepep_cupy[mpich]'."
-        ) from error
-    comm = mpi.world()
-    if comm.size > MAX_RANKS:
-        raise ContractError(
-            f"bench {operation}: wanted 1 to {MAX_RANKS} ranks, got {comm.size}; start fewer with "
-            f"mpirun -n."
-        )
-    return comm
 
 
 def check_common(operation: str, args: argparse.Namespace) -> None:

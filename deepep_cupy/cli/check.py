@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from deepep_cupy import Buffer
-from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.protocol.sizes import MAX_RANKS
+from deepep_cupy.cli.progress import Progress
+from deepep_cupy.cli.ranks import world
+from deepep_cupy.errors import ContractError
 from deepep_cupy.testing.data import Case, cases, expected, mode_cases
 from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_needed
 
 __all__ = ["add_arguments", "run"]
 
-_BAR = 30
 _RIGHT, _WRONG, _NONE = "ok", "WRONG", "-"
 
 
@@ -47,38 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all cases; 0 when every rank got every bit right. Collective over COMM_WORLD."""
-    comm = _world()
-    if comm.size > MAX_RANKS:
-        raise ContractError(
-            f"check: wanted 1 to {MAX_RANKS} ranks, got {comm.size}; start fewer with mpirun -n."
-        )
+    comm = world("check")
     if args.seed < 0:
         raise ContractError(f"check: argument --seed must be 0 or more, got {args.seed}.")
     small = args.size == "small"
     chosen = cases(comm.size, small=small) + mode_cases(comm.size, small=small)
     engine = _vote(comm, args.engine)
-    table = _Table(chosen, comm.rank == 0)
+    table = _Table(chosen, shown=comm.rank == 0)
     wrong = missing = 0
     for number, case in enumerate(chosen):
-        table.progress(number, len(chosen))
+        table.begin(number, case)
         mine = _try(comm, case, args.seed, engine)
         every: list[_Outcome] = comm.allgather(mine)
         wrong += any(outcome.failed for outcome in every)
         table.row(case, every)
         missing += every[0].dispatch == _NONE
-    table.progress(len(chosen), len(chosen))
     table.verdict(len(chosen), wrong, missing, comm.size)
     return 1 if wrong else 0
-
-
-def _world() -> Any:
-    try:
-        mpi = importlib.import_module("deepep_cupy.ranks.mpi")
-    except ImportError as error:
-        raise PlatformError(
-            f"check: {error.name or error} cannot be imported; pip install 'deepep_cupy[mpich]'."
-        ) from error
-    return mpi.world()
 
 
 def _vote(comm: Any, engine: str) -> str:
@@ -171,13 +155,17 @@ class _Arrays:
 class _Table:
     """Rows as they come, and a bar below them while someone watches."""
 
-    def __init__(self, chosen: tuple[Case, ...], shown: bool) -> None:
+    def __init__(self, chosen: tuple[Case, ...], *, shown: bool) -> None:
         self._shown = shown
-        self._bar = shown and sys.stderr.isatty()
+        self._bar = Progress(len(chosen), shown=shown)
         self._width = max(len(case.id) for case in chosen)
         self._print(
             f"{'case':<{self._width}}  {'engine':<6}  {'dispatch':<8}  {'combine':<7}  {'time':>10}"
         )
+
+    def begin(self, number: int, case: Case) -> None:
+        """Show on the bar which case runs now."""
+        self._bar.update(number, case.id)
 
     def row(self, case: Case, every: list[_Outcome]) -> None:
         """Print one case; ``time`` is that of the slowest rank."""
@@ -192,14 +180,6 @@ class _Table:
             if outcome.message:
                 self._print("    " + outcome.message.replace("\n", "\n    "))
 
-    def progress(self, done: int, of: int) -> None:
-        """Redraw the bar; wipe it when all is done."""
-        if not self._bar:
-            return
-        filled = _BAR * done // of
-        bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{of}"
-        print(bar if done < of else " " * len(bar), end="\r", file=sys.stderr, flush=True)
-
     def verdict(self, count: int, wrong: int, missing: int, ranks: int) -> None:
         """Print the last line."""
         where = f"{ranks} rank{'s' if ranks > 1 else ''}"
@@ -213,6 +193,7 @@ class _Table:
 
     def _print(self, line: str) -> None:
         if self._shown:
+            self._bar.clear()
             print(line, flush=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from deepep_cupy import env
 from deepep_cupy.cli.progress import Progress
+from deepep_cupy.cli.ranks import mpi
 from deepep_cupy.cli.table import columns
 from deepep_cupy.engines.gpu import loads as policy
 from deepep_cupy.engines.gpu.loads import ACCESSES, PROTOCOLS, Access, Reading, Verdict
@@ -133,13 +134,8 @@ class _Alone:
 def _group() -> Any:
     if env.launcher_size() == 1:
         return _Alone()
-    try:
-        mpi = importlib.import_module("deepep_cupy.ranks.mpi")
-    except ImportError as error:
-        raise PlatformError(
-            f"litmus: {error.name or error} cannot be imported; pip install 'deepep_cupy[mpich]'."
-        ) from error
-    return mpi.MPIGroup(mpi.world())
+    ranks = mpi("litmus")
+    return ranks.MPIGroup(ranks.world())
 
 
 def _driver() -> str:
