@@ -1,11 +1,16 @@
-"""``Buffer``: the one class a user needs. Here it is built; see ``operations``, ``lifecycle``."""
+"""``Buffer``: the one class a user needs.
+
+Its methods only order the work: ``checks`` looks at the arguments, an engine does it, ``lifecycle``
+knows whether it may be done and what follows when it fails.
+"""
 
 from __future__ import annotations
 
 import itertools
-import threading
+import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from deepep_cupy import __version__, log
 from deepep_cupy.api.checks import Checker
@@ -15,29 +20,210 @@ from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.lifecycle import Lifecycle, State
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
 from deepep_cupy.engines.calls import CombineArguments, DispatchArguments, Signature
-from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, ModalEngine, modes_of
+from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine
-from deepep_cupy.errors import ContractError, PlatformError, StateError
+from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.protocol.sizes import pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
 from deepep_cupy.ranks.exit_guard import ExitGuard
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["Buffer", "Operations"]
-
-
-# -------------------------------- What a Buffer does: sequencing only. Checks, the engine, results
+__all__ = ["Buffer"]
 
 
 _DISPATCH, _COMBINE, _BARRIER = Kind.DISPATCH, Kind.COMBINE, Kind.BARRIER
+_serials = itertools.count(1)
+"""Numbers of this process's Buffers, by which a handle is known to be of one of them."""
 
 
-class Operations(Lifecycle):
-    """The operations of ``Buffer``, whose ``__init__`` sets the attributes."""
+class Buffer:
+    """Moves rows of arrays to the ranks that hold their experts, and sums them on the way back.
 
-    _checker: Checker
-    _num_sms: int | None
+    Collective: the constructor, ``dispatch``, ``combine``, ``barrier``, ``reset``, ``close``. All
+    ranks call them in the same order, and those of several Buffers too. Everything else is local.
+
+    Two engines: ``"cuda"`` moves CuPy arrays between GPUs of one node, ``"host"`` NumPy arrays
+    between processes. It works on a duplicate of ``comm``. Usable as a context manager, which
+    closes it; an exception inside makes this rank leave without waiting for the others, which
+    learn of it in their next call. One thread at a time: a collective call raises ``StateError``
+    while another thread is in one.
+
+    Args:
+        comm: mpi4py communicator of 1 to 8 ranks of one node.
+        num_max_tokens_per_rank: M, the most tokens a rank dispatches in one call.
+        hidden: Elements of the longest row; calls may use any row of up to
+            ``hidden * itemsize`` bytes, of any dtype.
+        num_topk: The most choices per token, 0 to 32; 0: dispatch by ``is_token_in_rank`` only.
+        num_experts: Experts of all ranks together, a multiple of the number of ranks.
+        dtype: The dtype ``hidden`` counts elements of.
+        pool_bytes: Bytes of GPU memory all ranks can see, None for a default (``size_hint``).
+        num_sms: GPU blocks per operation, None for a default. May differ between ranks.
+        engine: ``"cuda"``, ``"host"``, or ``"auto"``: cuda where every rank can.
+        device: GPU of this rank; None: node-local rank modulo the visible GPUs. May differ.
+        timeout_s: Seconds a rank waits for the others before ``PeerTimeoutError``.
+        ranks_per_node: Ranks that share a node, where MPI cannot know.
+
+    Raises:
+        ContractError: On every rank, when an argument is wrong or differs between ranks.
+        PlatformError: On every rank, when these ranks or machines cannot do it.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int | None = None,
+        dtype: Any = "bfloat16",
+        pool_bytes: int | None = None,
+        num_sms: int | None = None,
+        engine: str = "auto",
+        device: int | None = None,
+        timeout_s: float = 100.0,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        log.set_up()
+        arguments = BufferArguments(
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            dtype=dtype,
+            pool_bytes=pool_bytes,
+            num_sms=num_sms,
+            engine=engine,
+            device=device,
+            timeout_s=timeout_s,
+            ranks_per_node=ranks_per_node,
+        )
+        group = _make_group(comm)
+        board = None
+        try:
+            self._spec = agree(group, arguments, __version__)
+            board = AbortBoard(group)
+            guard = ExitGuard(group, board)
+            guard.begin()
+            self._engine = make_engine(group, board, self._spec, engine, device)
+        except (ContractError, PlatformError):
+            # Every rank raises this, so that collective calls are safe.
+            if board is not None:
+                guard.end()
+                board.free()
+            group.free()
+            raise
+        guard.keep = self._engine
+        self._checker = Checker(
+            self._spec,
+            next(_serials),
+            self._engine.import_array,
+            self._engine.modes,
+            self._engine.import_scales,
+            self._engine.array_key,
+        )
+        self._num_sms: int | None = None
+        self._life = Lifecycle(self._spec, group, board, guard, self._engine)
+
+    # ------------------------------------------------------------------------------ properties
+
+    @property
+    def engine_name(self) -> str:
+        """``"host"`` (NumPy arrays) or ``"cuda"`` (CuPy arrays)."""
+        return self._engine.name
+
+    @property
+    def modes(self) -> frozenset[str]:
+        """What this Buffer's engine can do beside plain calls; a call that needs another mode is
+        refused. ``engines.protocol`` lists them; the host engine has all."""
+        return self._engine.modes
+
+    @property
+    def device(self) -> int | None:
+        """This rank's GPU, as CuPy counts; None on the host engine. Arrays must be made on it."""
+        return self._engine.device
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._spec.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """R, ranks of the communicator."""
+        return self._spec.num_ranks
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        """M, the most tokens a rank dispatches in one call."""
+        return self._spec.num_max_tokens_per_rank
+
+    @staticmethod
+    def size_hint(
+        *,
+        num_ranks: int,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int | None = None,
+        dtype: Any = "bfloat16",
+        do_expand: bool = False,
+        expert_alignment: int = 1,
+    ) -> int:
+        """Bytes of GPU memory per rank that a Buffer of these sizes needs.
+
+        Without ``do_expand`` this is what it takes when ``pool_bytes`` is None. The expanded
+        layout needs more where the host does not wait for the counts: then give the
+        constructor this number as ``pool_bytes``.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Args:
+            num_ranks: Ranks of the communicator.
+            num_max_tokens_per_rank: As for the constructor.
+            hidden: As for the constructor.
+            num_topk: As for the constructor.
+            num_experts: As for the constructor.
+            dtype: As for the constructor.
+            do_expand: Make room for the expanded layout's worst case, ``num_ranks`` *
+                ``num_max_tokens_per_rank`` * min(K, El) + El * (``expert_alignment`` - 1) rows
+                for El local experts.
+            expert_alignment: Of those dispatches.
+
+        Raises:
+            ContractError: An argument is wrong.
+        """
+        arguments = BufferArguments(
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            dtype=dtype,
+            pool_bytes=None,
+            num_sms=None,
+            engine="auto",
+            device=None,
+            timeout_s=1,
+            ranks_per_node=None,
+        )
+        complaint = arguments.complaint(num_ranks)
+        if complaint is None and expert_alignment < 1:
+            complaint = f"argument 'expert_alignment' must be 1 or more, got {expert_alignment}"
+        if complaint is not None:
+            raise ContractError(f"size_hint(): {complaint}.")
+        alignment = expert_alignment if do_expand else None
+        return pool_bytes_hint(arguments.spec(0, num_ranks), expand_to=alignment)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_life"):
+            return "Buffer(not built)"
+        return (
+            f"Buffer(rank {self.rank} of {self.num_ranks}, engine {self.engine_name!r}, "
+            f"{self.state.value})"
+        )
+
+    # ------------------------------------------------------------------------- the operations
 
     def get_dispatch_layout(
         self,
@@ -67,8 +253,7 @@ class Operations(Lifecycle):
             StateError: The Buffer is closed.
         """
         operation = "get_dispatch_layout"
-        if self._state is State.CLOSED:
-            raise StateError(f"{operation}(): {self._closed()}")
+        self._life.must_not_be_closed(operation)
         streams = self._checker.streams(
             operation, previous_event, async_finish, allocate_on_comm_stream
         )
@@ -76,7 +261,7 @@ class Operations(Lifecycle):
         if streams.previous_event is not None:
             streams.previous_event.wait()
         found = self._engine.get_dispatch_layout(checked, number)
-        event = cast(ModalEngine, self._engine).capture() if streams.async_finish else None
+        event = self._engine.capture() if streams.async_finish else None
         return LayoutResult(
             found.num_tokens_per_rank,
             None,
@@ -211,7 +396,7 @@ class Operations(Lifecycle):
             do_expand,
             do_zero_padding,
         )
-        done, signature = self._operate("dispatch", _DISPATCH, self._dispatch, given)
+        done, signature = self._life.operate("dispatch", _DISPATCH, self._dispatch, given)
         if handle is None:
             handle = DispatchHandle(done.routing, done.num_recv_tokens_per_expert, signature)
         return DispatchResult(
@@ -302,7 +487,7 @@ class Operations(Lifecycle):
             allocate_on_comm_stream,
             reduce,
         )
-        done = self._operate("combine", _COMBINE, self._combine, given)
+        done = self._life.operate("combine", _COMBINE, self._combine, given)
         combined_x = done.combined_x if out is None else out
         return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
 
@@ -321,7 +506,7 @@ class Operations(Lifecycle):
             PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
-        self._operate("barrier", _BARRIER, self._engine.barrier)
+        self._life.operate("barrier", _BARRIER, self._engine.barrier)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Make an uninitialised array that ``combine`` reads without a copy.
@@ -338,8 +523,7 @@ class Operations(Lifecycle):
         Raises:
             StateError: The Buffer is closed.
         """
-        if self._state is State.CLOSED:
-            raise StateError(f"empty(): {self._closed()}")
+        self._life.must_not_be_closed("empty")
         return self._engine.empty(shape, dtype)
 
     def check(self) -> None:
@@ -353,8 +537,8 @@ class Operations(Lifecycle):
             PeerTimeoutError: A rank was late. The Buffer is poisoned.
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
-        self._must_be_open("check")
-        with self._failures("check"):
+        self._life.must_be_open("check")
+        with self._life.failures("check"):
             self._engine.check()
 
     # --------------------------------------------------------------------------- streams, blocks
@@ -381,15 +565,14 @@ class Operations(Lifecycle):
         """
         return self._with_events("get_comm_stream").comm_stream()
 
-    def _with_events(self, operation: str) -> ModalEngine:
-        if self._state is State.CLOSED:
-            raise StateError(f"{operation}(): {self._closed()}")
-        if "events" not in modes_of(self._engine):
+    def _with_events(self, operation: str) -> Engine:
+        self._life.must_not_be_closed(operation)
+        if "events" not in self._engine.modes:
             raise PlatformError(
                 f"{operation}(): the {self._engine.name} engine of this Buffer has no events, on "
                 f"rank {self._spec.rank}; work is in the order of the current stream."
             )
-        return cast(ModalEngine, self._engine)
+        return self._engine
 
     def set_num_sms(self, num_sms: int | None) -> None:
         """Blocks of this rank's later calls; DeepEP V1's is of the class, this is of the Buffer.
@@ -430,199 +613,66 @@ class Operations(Lifecycle):
         del num_ranks
         return Config()
 
-
-_serials = itertools.count(1)
-
-
-class Buffer(Operations):
-    """Moves rows of arrays to the ranks that hold their experts, and sums them on the way back.
-
-    Collective: the constructor, ``dispatch``, ``combine``, ``barrier``, ``reset``, ``close``. All
-    ranks call them in the same order, and those of several Buffers too. Everything else is local.
-
-    Two engines: ``"cuda"`` moves CuPy arrays between GPUs of one node, ``"host"`` NumPy arrays
-    between processes. It works on a duplicate of ``comm``. Usable as a context manager, which
-    closes it; an exception inside makes this rank leave without waiting for the others, which
-    learn of it in their next call. One thread at a time: a collective call raises ``StateError``
-    while another thread is in one.
-
-    Args:
-        comm: mpi4py communicator of 1 to 8 ranks of one node.
-        num_max_tokens_per_rank: M, the most tokens a rank dispatches in one call.
-        hidden: Elements of the longest row; calls may use any row of up to
-            ``hidden * itemsize`` bytes, of any dtype.
-        num_topk: The most choices per token, 0 to 32; 0: dispatch by ``is_token_in_rank`` only.
-        num_experts: Experts of all ranks together, a multiple of the number of ranks.
-        dtype: The dtype ``hidden`` counts elements of.
-        pool_bytes: Bytes of GPU memory all ranks can see, None for a default (``size_hint``).
-        num_sms: GPU blocks per operation, None for a default. May differ between ranks.
-        engine: ``"cuda"``, ``"host"``, or ``"auto"``: cuda where every rank can.
-        device: GPU of this rank; None: node-local rank modulo the visible GPUs. May differ.
-        timeout_s: Seconds a rank waits for the others before ``PeerTimeoutError``.
-        ranks_per_node: Ranks that share a node, where MPI cannot know.
-
-    Raises:
-        ContractError: On every rank, when an argument is wrong or differs between ranks.
-        PlatformError: On every rank, when these ranks or machines cannot do it.
-    """
-
-    def __init__(
-        self,
-        comm: Any,
-        *,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int,
-        num_experts: int | None = None,
-        dtype: Any = "bfloat16",
-        pool_bytes: int | None = None,
-        num_sms: int | None = None,
-        engine: str = "auto",
-        device: int | None = None,
-        timeout_s: float = 100.0,
-        ranks_per_node: int | None = None,
-    ) -> None:
-        self._state = State.CLOSED  # until everything below has worked
-        self._inside = threading.Lock()
-        log.set_up()
-        arguments = BufferArguments(
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=dtype,
-            pool_bytes=pool_bytes,
-            num_sms=num_sms,
-            engine=engine,
-            device=device,
-            timeout_s=timeout_s,
-            ranks_per_node=ranks_per_node,
-        )
-        self._group = _make_group(comm)
-        board = None
-        try:
-            self._spec = agree(self._group, arguments, __version__)
-            self._board = board = AbortBoard(self._group)
-            self._guard = ExitGuard(self._group, board)
-            self._guard.begin()
-            self._engine = make_engine(self._group, board, self._spec, engine, device)
-        except (ContractError, PlatformError):
-            # Every rank raises this, so that collective calls are safe.
-            if board is not None:
-                self._guard.end()
-                board.free()
-            self._group.free()
-            raise
-        self._guard.keep = self._engine
-        self._serial = next(_serials)
-        modes = modes_of(self._engine)
-        self._checker = Checker(
-            self._spec,
-            self._serial,
-            self._engine.import_array,
-            modes,
-            cast(ModalEngine, self._engine).import_scales if "scales" in modes else None,
-            self._engine.array_key,
-        )
-        self._num_sms: int | None = None
-        self._state = State.OPEN
-
-    # ------------------------------------------------------------------------------ properties
+    # ---------------------------------------------------------------------------------- its life
 
     @property
-    def engine_name(self) -> str:
-        """``"host"`` (NumPy arrays) or ``"cuda"`` (CuPy arrays)."""
-        return self._engine.name
+    def state(self) -> State:
+        """Where in its life this Buffer is."""
+        return self._life.state
 
-    @property
-    def modes(self) -> frozenset[str]:
-        """What this Buffer's engine can do beside plain calls; a call that needs another mode is
-        refused. ``engines.protocol`` lists them; the host engine has all."""
-        return modes_of(self._engine)
+    def reset(self) -> None:
+        """Bring a poisoned Buffer back to work. Handles stay valid. Harmless on an open one.
 
-    @property
-    def device(self) -> int | None:
-        """This rank's GPU, as CuPy counts; None on the host engine. Arrays must be made on it."""
-        return self._engine.device
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._spec.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """R, ranks of the communicator."""
-        return self._spec.num_ranks
-
-    @property
-    def num_max_tokens_per_rank(self) -> int:
-        """M, the most tokens a rank dispatches in one call."""
-        return self._spec.num_max_tokens_per_rank
-
-    @staticmethod
-    def size_hint(
-        *,
-        num_ranks: int,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int,
-        num_experts: int | None = None,
-        dtype: Any = "bfloat16",
-        do_expand: bool = False,
-        expert_alignment: int = 1,
-    ) -> int:
-        """Bytes of GPU memory per rank that a Buffer of these sizes needs.
-
-        Without ``do_expand`` this is what it takes when ``pool_bytes`` is None. The expanded
-        layout needs more where the host does not wait for the counts: then give the
-        constructor this number as ``pool_bytes``.
-
-        Collective: no.  Stream: none.  Host sync: no.
-
-        Args:
-            num_ranks: Ranks of the communicator.
-            num_max_tokens_per_rank: As for the constructor.
-            hidden: As for the constructor.
-            num_topk: As for the constructor.
-            num_experts: As for the constructor.
-            dtype: As for the constructor.
-            do_expand: Make room for the expanded layout's worst case, ``num_ranks`` *
-                ``num_max_tokens_per_rank`` * min(K, El) + El * (``expert_alignment`` - 1) rows
-                for El local experts.
-            expert_alignment: Of those dispatches.
+        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
 
         Raises:
-            ContractError: An argument is wrong.
+            StateError: The Buffer is closed.
+            PeerTimeoutError: A rank did not come in ``timeout_s``; still poisoned, try again.
+            PeerAbortedError: A rank has left for ever: only ``close`` is left.
         """
-        arguments = BufferArguments(
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=dtype,
-            pool_bytes=None,
-            num_sms=None,
-            engine="auto",
-            device=None,
-            timeout_s=1,
-            ranks_per_node=None,
-        )
-        complaint = arguments.complaint(num_ranks)
-        if complaint is None and expert_alignment < 1:
-            complaint = f"argument 'expert_alignment' must be 1 or more, got {expert_alignment}"
-        if complaint is not None:
-            raise ContractError(f"size_hint(): {complaint}.")
-        alignment = expert_alignment if do_expand else None
-        return pool_bytes_hint(arguments.spec(0, num_ranks), expand_to=alignment)
+        self._life.reset()
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_engine"):
-            return "Buffer(not built)"
-        return (
-            f"Buffer(rank {self.rank} of {self.num_ranks}, engine {self.engine_name!r}, "
-            f"{self._state.value})"
-        )
+    def close(self) -> None:
+        """Free everything, together with all other ranks. A second call does nothing.
+
+        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
+
+        Raises:
+            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is closed all the
+                same; its memory is left to the end of the process, which ends all ranks.
+            PeerAbortedError: A rank has left for ever; the same follows.
+            StateError: Another thread is in a call of this Buffer, which stays open.
+        """
+        self._life.close()
+
+    def destroy(self) -> None:
+        """DeepEP's name for ``close``."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._life.leave(error)
+
+    def __del__(self) -> None:
+        life = getattr(self, "_life", None)  # the constructor may have failed
+        if life is not None and life.state is not State.CLOSED:
+            warnings.warn(
+                f"a {life.state.value} Buffer was dropped without close(); its memory is left to "
+                f"the end of the process",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
 
 def _make_group(comm: Any) -> Group:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from deepep_cupy.engines.protocol import Engine
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
@@ -41,110 +39,108 @@ _LEGAL = {
 
 
 class Lifecycle:
-    """What ``Buffer`` is without its operations. ``Buffer.__init__`` sets the attributes."""
+    """State of one Buffer, and what leads from one state to the next.
 
-    _state: State
-    _spec: BufferSpec
-    _group: Group
-    _board: AbortBoard
-    _engine: Engine
-    _guard: ExitGuard
-    _inside: threading.Lock
+    Args:
+        spec: Sizes of the Buffer.
+        group: Its ranks.
+        board: Their abort board.
+        guard: What the end of the process does with this Buffer.
+        engine: What runs its operations.
 
-    @property
-    def state(self) -> State:
-        """Where in its life this Buffer is."""
-        return self._state
+    Attributes:
+        state: Where in its life the Buffer is.
+        inside: Held by the thread that is in a collective call.
+    """
+
+    def __init__(
+        self, spec: BufferSpec, group: Group, board: AbortBoard, guard: ExitGuard, engine: Engine
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._board = board
+        self._guard = guard
+        self._engine = engine
+        self.state = State.OPEN
+        self.inside = threading.Lock()
 
     def reset(self) -> None:
-        """Bring a poisoned Buffer back to work. Handles stay valid. Harmless on an open one.
-
-        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
-
-        Raises:
-            StateError: The Buffer is closed.
-            PeerTimeoutError: A rank did not come in ``timeout_s``; still poisoned, try again.
-            PeerAbortedError: A rank has left for ever: only ``close`` is left.
-        """
-        if self._state is State.CLOSED:
-            raise StateError(f"reset(): {self._closed()}")
-        with self._alone("reset"), self._failures("reset"):
+        """See ``Buffer.reset``."""
+        self.must_not_be_closed("reset")
+        with self._alone("reset"), self.failures("reset"):
             self._engine.reset()
         self._guard.doomed = False
-        if self._state is State.POISONED:
+        if self.state is State.POISONED:
             self._become(State.OPEN)
 
     def close(self) -> None:
-        """Free everything, together with all other ranks. A second call does nothing.
-
-        Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
-
-        Raises:
-            PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is closed all the
-                same; its memory is left to the end of the process, which ends all ranks.
-            PeerAbortedError: A rank has left for ever; the same follows.
-            StateError: Another thread is in a call of this Buffer, which stays open.
-        """
-        if self._state is State.CLOSED:
+        """See ``Buffer.close``."""
+        if self.state is State.CLOSED:
             return
         with self._alone("close"):
             self._become(State.CLOSED)
             try:
                 self._engine.close(collective=True)
             except BaseException as error:
-                self._leave(error)
+                self._abandon(error)
                 raise
         self._board.free()
         self._group.free()
         self._guard.end()
 
-    def destroy(self) -> None:
-        """DeepEP's name for ``close``."""
-        self.close()
+    def leave(self, error: BaseException) -> None:
+        """Close this rank's half alone because of an error: the other ranks may be anywhere, so
+        they are told, and nobody waits for them."""
+        if self.state is State.CLOSED:
+            return
+        self._become(State.CLOSED)
+        self._abandon(error)
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            self._guard.code = error.code if isinstance(error.code, int) else 1
+            self._guard.doomed = True
 
-    def __enter__(self) -> Self:
-        return self
+    def operate(self, name: str, kind: Kind, work: Callable[..., D], *given: Any) -> D:
+        """Run a collective operation. Where this rank refuses an argument, all ranks learn it.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        elif self._state is not State.CLOSED:
-            # The others may be anywhere: tell them, and wait for nobody.
-            self._become(State.CLOSED)
-            self._leave(error)
-            if isinstance(error, SystemExit) and error.code not in (None, 0):
-                self._guard.code = error.code if isinstance(error.code, int) else 1
-                self._guard.doomed = True
-
-    def __del__(self) -> None:
-        if getattr(self, "_state", State.CLOSED) is not State.CLOSED:
-            warnings.warn(
-                f"a {self._state.value} Buffer was dropped without close(); its memory is left to "
-                f"the end of the process",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+        Args:
+            name: Method of ``Buffer``, for messages.
+            kind: The operation, for the header that a refusal goes out with.
+            work: Does it.
+            given: For ``work``.
+        """
+        if self.state is not _OPEN:
+            self.must_be_open(name)
+        if not self.inside.acquire(False):
+            raise self._occupied(name)
+        try:
+            return work(*given)
+        except BaseException as error:
+            with self.failures(name):
+                if isinstance(error, ContractError) and error.refusal is not None:
+                    self._engine.refuse(kind, error.refusal)
+                raise
+        finally:
+            self.inside.release()
 
     # ------------------------------------------------------------------------------------ states
 
     def _become(self, state: State) -> None:
-        if state not in _LEGAL[self._state]:
-            raise StateError(f"a Buffer cannot go from {self._state.value} to {state.value}.")
-        self._state = state
+        if state not in _LEGAL[self.state]:
+            raise StateError(f"a Buffer cannot go from {self.state.value} to {state.value}.")
+        self.state = state
 
-    def _closed(self) -> str:
-        return f"this Buffer is closed on rank {self._spec.rank}; make a new one on every rank."
+    def must_not_be_closed(self, operation: str) -> None:
+        """Refuse a local operation of a closed Buffer."""
+        if self.state is State.CLOSED:
+            raise StateError(
+                f"{operation}(): this Buffer is closed on rank {self._spec.rank}; make a new one "
+                f"on every rank."
+            )
 
-    def _must_be_open(self, operation: str) -> None:
-        if self._state is State.CLOSED:
-            raise StateError(f"{operation}(): {self._closed()}")
-        if self._state is State.POISONED:
+    def must_be_open(self, operation: str) -> None:
+        """Refuse an operation that a poisoned Buffer cannot do either."""
+        self.must_not_be_closed(operation)
+        if self.state is State.POISONED:
             raise StateError(
                 f"{operation}(): this Buffer is poisoned on rank {self._spec.rank} by an earlier "
                 f"failure; call reset() or close() on every rank."
@@ -152,13 +148,13 @@ class Lifecycle:
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Keep other threads out: which of two calls comes first, no other rank could know."""
-        if not self._inside.acquire(blocking=False):
+        """Keep other threads out: other ranks cannot know which of two calls comes first."""
+        if not self.inside.acquire(blocking=False):
             raise self._occupied(name)
         try:
             yield
         finally:
-            self._inside.release()
+            self.inside.release()
 
     def _occupied(self, name: str) -> StateError:
         return StateError(
@@ -166,24 +162,8 @@ class Lifecycle:
             f"one thread make all of a Buffer's calls, or give each thread a Buffer of its own."
         )
 
-    def _operate(self, name: str, kind: Kind, work: Callable[..., D], *given: Any) -> D:
-        """Run an operation; a refused argument of this rank is told to all ranks."""
-        if self._state is not _OPEN:
-            self._must_be_open(name)
-        if not self._inside.acquire(False):
-            raise self._occupied(name)
-        try:
-            return work(*given)
-        except BaseException as error:
-            with self._failures(name):
-                if isinstance(error, ContractError) and error.refusal is not None:
-                    self._engine.refuse(kind, error.refusal)
-                raise
-        finally:
-            self._inside.release()
-
     @contextmanager
-    def _failures(self, name: str) -> Iterator[None]:
+    def failures(self, name: str) -> Iterator[None]:
         """Poison the Buffer when anything but a contract or a state is broken."""
         try:
             yield
@@ -207,11 +187,11 @@ class Lifecycle:
 
     def _poison(self) -> None:
         self._guard.doomed = True
-        if self._state is State.OPEN:
+        if self.state is State.OPEN:
             self._become(State.POISONED)
 
-    def _leave(self, error: BaseException) -> None:
-        """This rank is gone for ever; tell the others, and free what can be freed alone."""
+    def _abandon(self, error: BaseException) -> None:
+        """Tell the other ranks that this one is gone for ever; free what can be freed alone."""
         text = f"{type(error).__name__}: {error}"
         cause = self._board.find() or Abort(AbortReason.ERROR, self._spec.rank, (), text)
         self._board.abort(cause, RankState.LEFT)

@@ -10,49 +10,75 @@ from deepep_cupy.api.handle import DispatchHandle
 __all__ = ["CombineResult", "DispatchResult", "LayoutResult"]
 
 
+def _describe(result: type[tuple[Any, ...]], **texts: str) -> None:
+    """Give the members of a named tuple the descriptions that ``help()`` shows."""
+    for name, text in texts.items():
+        getattr(result, name).__doc__ = text
+
+
+_EVENT = "To wait for with ``async_finish``; else without effect: results are in stream order."
+
+
 class DispatchResult(NamedTuple):
     """What ``Buffer.dispatch`` returns; N is the number of received rows, K that of choices."""
 
     recv_x: Any
-    """``[N, H]``, dtype of ``x``: rows in the order (source rank, source token); expanded: a row
-    per (token, local expert), by (expert, source rank, source token). A pair of these rows and
-    their scales ``[N, S]`` where scales travelled or rows were cast."""
     recv_topk_idx: Any
-    """``[N, K]``, dtype of ``topk_idx``: experts of this rank numbered from 0, -1 elsewhere; None
-    without ``topk_idx`` and in the expanded layout."""
     recv_topk_weights: Any
-    """``[N, K]`` float32: 0 where the index is -1; expanded: ``[rows]``, the weight of the row's
-    choice; None without ``topk_weights``."""
     num_recv_tokens_per_expert_list: list[int]
-    """One count a local expert, rounded up to ``expert_alignment``; ``[]`` without choices, and
-    where the host did not wait."""
     handle: DispatchHandle
-    """For ``combine``, and for a later ``dispatch`` along the same ways."""
     event: EventOverlap
-    """To wait for with ``async_finish``; else without effect: the results are in stream order."""
+
+
+_describe(
+    DispatchResult,
+    recv_x="""Received rows, ``[N, H]``, dtype of ``x``, in the order (source rank, source token).
+    Expanded: a row per (token, local expert), by (expert, source rank, source token). A pair of
+    these rows and their scales ``[N, S]`` where scales travelled or rows were cast.""",
+    recv_topk_idx="""Experts of the received rows, ``[N, K]``, dtype of ``topk_idx``: those of this
+    rank numbered from 0, -1 elsewhere. None without ``topk_idx`` and in the expanded layout.""",
+    recv_topk_weights="""Weights of the received rows, ``[N, K]`` float32: 0 where the index is -1.
+    Expanded: ``[rows]``, the weight of the row's choice. None without ``topk_weights``.""",
+    num_recv_tokens_per_expert_list="""One count for each local expert, rounded up to
+    ``expert_alignment``; ``[]`` without choices, and where the host did not wait.""",
+    handle="For ``combine``, and for a later ``dispatch`` that sends new rows the same ways.",
+    event=_EVENT,
+)
 
 
 class CombineResult(NamedTuple):
     """What ``Buffer.combine`` returns; T is the number of tokens this rank had dispatched."""
 
     combined_x: Any
-    """``[T, H]``, dtype of ``x``."""
     combined_topk_weights: Any
-    """``[T, K]`` float32, summed over ranks; None without ``topk_weights``."""
     event: EventOverlap
-    """To wait for with ``async_finish``; else without effect: the results are in stream order."""
+
+
+_describe(
+    CombineResult,
+    combined_x="Sums of each token's rows, ``[T, H]``, dtype of ``x``.",
+    combined_topk_weights="""Weights, ``[T, K]`` float32, summed over ranks; None without
+    ``topk_weights``.""",
+    event=_EVENT,
+)
 
 
 class LayoutResult(NamedTuple):
     """What ``Buffer.get_dispatch_layout`` returns."""
 
     num_tokens_per_rank: Any
-    """``[R]`` int32: a token counts once a rank, whatever its choices there."""
     num_tokens_per_rdma_rank: None
-    """None: all ranks are on one node."""
     num_tokens_per_expert: Any
-    """``[E]`` int32."""
     is_token_in_rank: Any
-    """``[T, R]`` bool."""
     event: EventOverlap
-    """To wait for with ``async_finish``; else without effect: the results are in stream order."""
+
+
+_describe(
+    LayoutResult,
+    num_tokens_per_rank="""Tokens that go to each rank, ``[R]`` int32: a token counts once a rank,
+    however many of its choices are there.""",
+    num_tokens_per_rdma_rank="None: all ranks are on one node.",
+    num_tokens_per_expert="Choices of each expert, ``[E]`` int32.",
+    is_token_in_rank="Whether a token goes to a rank, ``[T, R]`` bool.",
+    event=_EVENT,
+)

@@ -1,7 +1,7 @@
 """Ways to call dispatch and combine, by name, and which of them an engine has.
 
 A name is a base and features, ``cached+fp8``. An engine that learns a mode joins by itself: a name
-is taken where ``engines.protocol.modes_of`` has all that it needs.
+is taken where ``Engine.modes`` has all that it needs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def available(
 
     Args:
         modes: Wanted.
-        engine_modes: ``modes_of`` the engine.
+        engine_modes: ``Engine.modes``.
         dtype: Of the rows.
     """
     taken, left = [], {}

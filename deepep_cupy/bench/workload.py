@@ -30,7 +30,6 @@ from deepep_cupy.bench.traffic import (
     wrong_rows,
     wrong_sums,
 )
-from deepep_cupy.engines.protocol import modes_of
 from deepep_cupy.reference.quant import quantize
 
 __all__ = ["Bench", "Ranks", "Shape", "Workload", "graph_calls"]
@@ -200,7 +199,7 @@ class Bench:
             **sizes,
         )
         ranks.settle(self.buffer)
-        self.engine_modes = modes_of(self.buffer._engine)
+        self.engine_modes = self.buffer.modes
         self.num_sms = int(self.runtime.grids.most) if ranks.gpu else None
 
     @property

@@ -2,7 +2,7 @@
 
 Calls and outputs are made in every call, and so for speed not frozen; nobody changes one.
 
-Two engines exist: ``engines/host.py`` (NumPy and MPI) and ``engines/cuda.py`` (CuPy and kernels).
+Two engines exist: ``engines/host`` (NumPy and MPI) and ``engines/gpu`` (CuPy and kernels).
 The api has checked shapes, dtypes and sizes before it builds a call; an engine checks what only
 the ranks together can know (headers) and what only the data can tell (values of ``topk_idx``).
 What every result must be is said in ``reference/``; here is who passes what to whom.
@@ -42,8 +42,6 @@ __all__ = [
     "DispatchLayout",
     "DispatchOutput",
     "Engine",
-    "ModalEngine",
-    "modes_of",
 ]
 
 ALL_MODES = frozenset(
@@ -117,6 +115,8 @@ class Engine(Protocol):
 
     name: str
     """``"host"`` or ``"cuda"``."""
+    modes: frozenset[str]
+    """Names of the modes it has, of ``ALL_MODES``."""
 
     @property
     def device(self) -> int | None:
@@ -129,6 +129,18 @@ class Engine(Protocol):
         Raises:
             ContractError: Wrong kind of array, wrong device, not contiguous. Carries a refusal.
         """
+        ...
+
+    def import_scales(self, operation: str, argument: str, value: object) -> Array:
+        """Local. As ``import_array``, but the array may have any strides. Mode ``scales``."""
+        ...
+
+    def capture(self) -> Event:
+        """Local. The present end of the current stream. Mode ``events``."""
+        ...
+
+    def comm_stream(self) -> Any:
+        """Local. The communication stream; None on the host engine. Mode ``events``."""
         ...
 
     def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
@@ -186,28 +198,3 @@ class Engine(Protocol):
         ``collective=False`` waits for nobody and frees what can be freed alone.
         """
         ...
-
-
-class ModalEngine(Engine, Protocol):
-    """What an engine with modes has beside an ``Engine``; the api asks ``modes_of`` first."""
-
-    modes: frozenset[str]
-    """Names of the modes it has, of ``ALL_MODES``."""
-
-    def import_scales(self, operation: str, argument: str, value: object) -> Array:
-        """Local. As ``import_array``, but the array may have any strides. Mode ``scales``."""
-        ...
-
-    def capture(self) -> Event:
-        """Local. The present end of the current stream. Mode ``events``."""
-        ...
-
-    def comm_stream(self) -> Any:
-        """Local. The communication stream; None on the host engine. Mode ``events``."""
-        ...
-
-
-def modes_of(engine: Engine) -> frozenset[str]:
-    """Modes of an engine; none where it names none."""
-    modes: frozenset[str] = getattr(engine, "modes", frozenset())
-    return modes

@@ -1,5 +1,8 @@
 """What of ``Buffer`` can be seen with no second rank, and the waits on a group of pretence."""
 
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +29,18 @@ def test_public_names():
     assert set(deepep_cupy.__all__) <= set(dir(deepep_cupy))
     with pytest.raises(AttributeError, match="no attribute 'buffer_'"):
         _ = deepep_cupy.buffer_
+
+
+@pytest.mark.parametrize("name", ["DispatchResult", "CombineResult", "LayoutResult"])
+def test_help_describes_the_members_of_a_result(name):
+    result = getattr(deepep_cupy, name)
+    assert "Alias for field" not in pydoc.render_doc(result, renderer=pydoc.plaintext)
+    arrays = [field for field, of in result.__annotations__.items() if of.__forward_arg__ == "Any"]
+    assert arrays
+    for field in arrays:
+        text = inspect.getdoc(getattr(result, field))
+        assert re.search(r"``\[\w+(, \w+)?\]``", text), f"{field} has no shape"
+        assert re.search(r"dtype of|float32|int32|bool", text), f"{field} has no dtype"
 
 
 def test_importing_needs_little():

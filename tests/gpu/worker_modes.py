@@ -375,7 +375,7 @@ def threads(worker: Worker) -> str:
 def _at_once(buffer: Any) -> int:
     """Calls of a thread while another one is in a call: refused, or they come after it."""
     inside, refusals = threading.Event(), 0
-    alone = buffer._inside
+    alone = buffer._life.inside
     assert alone.acquire(blocking=False)
     try:
 

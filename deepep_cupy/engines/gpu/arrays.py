@@ -132,7 +132,7 @@ class ArrayImporter:
         self._look: Any = attrgetter("shape", "dtype", "data.device_id", contiguous)
 
     def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
-        """See ``engines.protocol.Engine.intake``.
+        """See ``engines.protocol.Engine.import_array``.
 
         Args:
             operation: Method name, for messages.
@@ -161,7 +161,7 @@ class ArrayImporter:
         return array
 
     def array_key(self, value: Any, strided: bool) -> Any:
-        """See ``engines.protocol.Engine.glance``."""
+        """See ``engines.protocol.Engine.array_key``."""
         if type(value) is not self._array:
             return None
         seen = self._look(value)

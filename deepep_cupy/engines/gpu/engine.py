@@ -145,26 +145,26 @@ class CudaEngine:
     # ------------------------------------------------------------------------------- local
 
     def import_array(self, operation: str, argument: str, value: object) -> Any:
-        """See ``Engine.intake``."""
+        """See ``Engine.import_array``."""
         array = self._intake(operation, argument, value)
         if array is not value:
             self._runtime.keep_alive.append((array, value))
         return array
 
     def import_scales(self, operation: str, argument: str, value: object) -> Any:
-        """See ``ModalEngine.intake_scales``."""
+        """See ``Engine.import_scales``."""
         array = self._intake(operation, argument, value, strided=True)
         if array is not value:
             self._runtime.keep_alive.append((array, value))
         return array
 
     def capture(self) -> GpuEvent:
-        """See ``ModalEngine.capture``."""
+        """See ``Engine.capture``."""
         with self._device:
             return self._runtime.point()
 
     def comm_stream(self) -> Any:
-        """See ``ModalEngine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
+        """See ``Engine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
         return self._runtime.comm
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:

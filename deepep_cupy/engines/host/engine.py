@@ -216,7 +216,7 @@ class HostEngine:
     # -------------------------------------------------------------------------------- local
 
     def import_array(self, operation: str, argument: str, value: object) -> NDArray[Any]:
-        """See ``Engine.intake``: NumPy arrays are taken as they are."""
+        """See ``Engine.import_array``: NumPy arrays are taken as they are."""
         where = f"{operation}(): argument '{argument}' must be"
         if not isinstance(value, np.ndarray):
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -238,23 +238,23 @@ class HostEngine:
         return value.view(np.ndarray)
 
     def import_scales(self, operation: str, argument: str, value: object) -> NDArray[Any]:
-        """See ``ModalEngine.intake_scales``."""
+        """See ``Engine.import_scales``."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return value.view(np.ndarray)
         return self.import_array(operation, argument, value)
 
     def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
-        """See ``Engine.glance``."""
+        """See ``Engine.array_key``."""
         if type(value) is not np.ndarray or value.dtype.hasobject or not value.flags.writeable:
             return None
         return (value.shape, value.dtype) if strided or value.flags.c_contiguous else None
 
     def capture(self) -> HostEvent:
-        """See ``ModalEngine.capture``: all work is done when its call returns."""
+        """See ``Engine.capture``: all work is done when its call returns."""
         return HostEvent()
 
     def comm_stream(self) -> None:
-        """See ``ModalEngine.comm_stream``: the host has no streams."""
+        """See ``Engine.comm_stream``: the host has no streams."""
 
     def get_dispatch_layout(self, topk_idx: NDArray[Any], num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
