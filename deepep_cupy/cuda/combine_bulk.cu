@@ -81,7 +81,7 @@ DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, 
     if (lane_index() == 0) {
         mbarrier_arrive_expect_bytes(&s.loaded[warp][set], bytes * count_bits(ranks));
     }
-    warp_barrier();
+    warp_barrier();  // PLANT(warp_barrier_before_loads)
     if (unit.row != ~0u) {
         u32 rank = lane_index();
         bulk_load(s.slot[warp][set][rank],
@@ -166,9 +166,9 @@ DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, con
         }
         // The lanes' reads of these slots precede the engine's next writes to them: a proxy fence
         // in each lane that read, then the warp barrier before the lanes that start the loads.
-        fence_proxy_async_shared();
+        fence_proxy_async_shared();  // PLANT(proxy_fence_after_reads)
     }
-    warp_barrier();
+    warp_barrier();  // PLANT(warp_barrier_after_reads)
     store_sum<Number>(d, offset, words, first, sum);
     return true;
 }
@@ -199,7 +199,7 @@ struct AddTokens {
     DEVICE_METHOD void run() const {
         // The peers wrote their rows with ordinary stores, which this block acquired with their
         // headers; this orders the engine's loads behind that.
-        fence_proxy_async_global();
+        fence_proxy_async_global();  // PLANT(proxy_fence_before_loads)
         const Deal& deal = start.deal;
         Unit unit = start.first;
         Unit next = start.second;

@@ -65,7 +65,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
             copy_row<1, 4>(c, s.comm, d, token, row);
         }
     }
-    fill_tails(c, s.comm, d);
+    fill_tails(c, s.comm, d);  // PLANT(tails_filled)
 }
 
 KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
@@ -79,5 +79,5 @@ KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
         report_counts(p.comm, s.comm, p.d);
         move_rows(p.comm, p.d, s);
     }
-    finish(p.comm, s.comm, p.d, verdict);
+    finish(p.comm, s.comm, p.d, verdict);  // PLANT(dispatch_finishes)
 }

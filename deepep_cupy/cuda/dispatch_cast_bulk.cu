@@ -20,7 +20,7 @@ struct CastPiece {
     DEVICE_METHOD void run() const {
         Scale scale = scale_of_group<Input>(cast, stage, bytes);
         write_codes_in_place<Input>(stage, bytes, scale.factor);
-        sent = scale.sent;
+        sent = scale.sent;  // PLANT(scale_sent)
     }
 };
 
@@ -45,8 +45,8 @@ struct CastRows {
         with_input(cast.dtype, CastPiece{cast, stage, bytes, sent});
         // The engine reads what all lanes wrote, and later writes what all lanes read: a proxy
         // fence in each of them, then the warp barrier before the lane that drives it.
-        fence_proxy_async_shared();
-        warp_barrier();
+        fence_proxy_async_shared();  // PLANT(proxy_fence_after_codes)
+        warp_barrier();  // PLANT(warp_barrier_after_codes)
         return sent;
     }
 

@@ -2,16 +2,65 @@
 
 import pytest
 
-from simulator.faults import LIMIT, PLANTED, seeds_needed
+from deepep_cupy._resources import kernel_dir
+from deepep_cupy.engines.gpu.kernels import get_kernel
+from simulator.build import kernel_text
+from simulator.faults import LIMIT, PLANTED, Fault, change, marks, put, remove, seeds_needed, swap
 from simulator.litmus import run_litmus
 from simulator.machine import Loads
-from simulator.scenario import run_story
+from simulator.scenario import SHAPES, run_story
 
 QUICK = (
     "fence moved to another thread (before the arrivals)",
     "one lane waits for the bulk stores of all",
     "proxy fence removed (peers' rows before bulk loads)",
 )
+
+
+TEXT = """void f() {
+    first(1);  // PLANT(one)
+    // PLANT(two)
+    if (a &&  // not the end;
+        b) {
+        third();
+    }
+}
+"""
+
+
+def test_a_mark_stands_for_one_statement():
+    assert change(remove("one"))(TEXT) == TEXT.replace("    first(1);  // PLANT(one)\n", "")
+    both = change(swap("one", "1", "2"), put("two", "if (c) {"))(TEXT)
+    assert "".join(both.split()) == "voidf(){first(2);//PLANT(two)if(c){third();}}"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [change(remove("three")), change(swap("one", "2", "3")), change(remove("one"), remove("one"))],
+    ids=["no such mark", "no such piece", "the mark is gone"],
+)
+def test_a_fault_that_does_not_fit_the_text_is_refused(fault: Fault):
+    with pytest.raises(ValueError, match=r"PLANT\(\w+\)"):
+        fault(TEXT)
+
+
+def test_every_mark_of_the_kernel_text_is_planted_and_the_other_way_round():
+    there = [mark for path in kernel_dir().rglob("*.cu*") for mark in marks(path.read_text())]
+    named = {one.mark for planted in PLANTED for one in planted.edit.changes}
+    assert sorted(there) == sorted(named)
+
+
+def test_nothing_that_looks_like_a_mark_is_none():
+    for path in kernel_dir().rglob("*.cu*"):
+        text = path.read_text()
+        assert text.count("PLANT") == len(marks(text)), path
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=[planted.name for planted in PLANTED])
+def test_planted_fault_fits_its_kernels(planted):
+    for kernel in planted.kernels:
+        text = kernel_text(get_kernel(kernel), SHAPES[1].constants)
+        assert planted.edit(text) != text
 
 
 @pytest.mark.parametrize(

@@ -116,5 +116,5 @@ DEVICE void poison_combined(const CombineCommon& d, u32 share, u32 shares) {
 DEVICE void finish(const CommParams& c, CommShared& s, const CombineCommon& d, Verdict verdict) {
     // After an earlier failure no block has touched anything: all of them share the work.
     if (verdict == kPoisoned) poison_combined(d, block_index(), num_blocks());
-    if (leave(c, s, verdict, true)) poison_combined(d, 0, 1);
+    if (leave(c, s, verdict, true)) poison_combined(d, 0, 1);  // PLANT(combine_handshake)
 }

@@ -59,7 +59,7 @@ DEVICE u64* control_u64(u8* region, u64 offset) { return reinterpret_cast<u64*>(
 // headers of all ranks.
 DEVICE u64* header_slot(u8* region, u32 epoch, u32 source) {
     return control_u64(region, kControlHeaders) +
-           ((epoch & 1u) * kNumRanks + source) * kHeaderWords;
+           ((epoch & 1u) * kNumRanks + source) * kHeaderWords;  // PLANT(header_parity)
 }
 DEVICE u64* arrived_slot(u8* region, u32 epoch, u32 source) {
     return control_u64(region, kControlArrived) + (epoch & 1u) * kNumRanks + source;
@@ -67,7 +67,9 @@ DEVICE u64* arrived_slot(u8* region, u32 epoch, u32 source) {
 
 // A value that proves itself: readers accept it only under their own epoch.
 DEVICE u64 stamped(u32 epoch, u32 value) { return static_cast<u64>(epoch) << 32 | value; }
+// PLANT(stamp_compared)
 DEVICE bool is_stamped(u64 word, u32 epoch) { return static_cast<u32>(word >> 32) == epoch; }
 
 // Epoch 0 means "never written". Skipping to 2 keeps the parities alternating.
+// PLANT(epoch_wraps)
 DEVICE u32 next_epoch(u32 epoch) { return epoch + 1u == 0u ? 2u : epoch + 1u; }

@@ -34,6 +34,7 @@ DEVICE Entry begin_enter(const CommParams& c) {
     // Release, long before the words are sent, in each thread that will send some: what earlier
     // kernels of this stream read or wrote (ordered before this thread by the kernel boundary)
     // precedes them at every peer. Headers speak of nothing that this kernel does.
+    // PLANT(fence_before_headers)
     if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) fence_acq_rel_sys();
     Entry entry = {};
     if (thread_index() == 0) {
@@ -80,7 +81,7 @@ DEVICE void send_header(const CommParams& c, const CommShared& s) {
         u32 peer = (c.rank + 1u + i / kHeaderWords) % kNumRanks;
         u32 word = i % kHeaderWords;
         u64* slot = header_slot(c.peer[peer], s.epoch, c.rank);
-        st_relaxed_sys_u64(slot + word, stamped(s.epoch, s.mine[word]));
+        st_relaxed_sys_u64(slot + word, stamped(s.epoch, s.mine[word]));  // PLANT(header_word_sent)
     }
 }
 
@@ -96,11 +97,13 @@ DEVICE bool receive_headers(const CommParams& c, CommShared& s) {
         u32 word = i % kHeaderWords;
         u64* slot = header_slot(own_region(c), s.epoch, source) + word;
         u64 seen = 0;
+        // PLANT(headers_awaited)
         if (!wait_stamped(c, s, slot, {kPhaseHeader, source, stamped(s.epoch, 0)}, seen)) {
             ok = false;
             break;
         }
         // Acquire, in each lane that polled; the block barrier below passes it on to the block.
+        // PLANT(header_acquired)
         s.headers[source][word] = static_cast<u32>(ld_acquire_sys_u64(slot));
     }
     return !block_barrier_or(!ok);
@@ -113,8 +116,8 @@ DEVICE Verdict judge_headers(CommShared& s) {
     for (u32 i = thread_index(); i < kNumRanks * kNumSignatureWords; i += kNumThreads) {
         u32 source = i / kNumSignatureWords;
         u32 word = i % kNumSignatureWords;
-        disagree |= s.headers[source][word] != s.headers[0][word];
-        disagree |= s.headers[source][kWordRefusal] != 0u;
+        disagree |= s.headers[source][word] != s.headers[0][word];  // PLANT(signature_compared)
+        disagree |= s.headers[source][kWordRefusal] != 0u;  // PLANT(refusal_heeded)
     }
     NO_UNROLL
     for (u32 rank = thread_index(); rank < kNumRanks; rank += kNumThreads) {
@@ -123,7 +126,7 @@ DEVICE Verdict judge_headers(CommShared& s) {
         for (u32 source = 0; source < kNumRanks; ++source) {
             rows += s.headers[source][kWordCounts + rank];
         }
-        disagree |= rows > s.headers[rank][kWordCapacity];
+        disagree |= rows > s.headers[rank][kWordCapacity];  // PLANT(capacity_compared)
     }
     if (block_barrier_or(disagree)) {
         if (thread_index() == 0) s.disagree = 1;
@@ -150,7 +153,7 @@ DEVICE void begin_header(const CommParams& c, CommShared& s) {
 // the host has queued on it meanwhile is refused as well. After begin_header().
 DEVICE void set_birth(CommShared& s, u32 birth) {
     s.mine[kWordBirth] = birth;
-    if (birth != 0u || s.mine[kWordRefusal] != 0u) return;
+    if (birth != 0u || s.mine[kWordRefusal] != 0u) return;  // PLANT(handle_accepted)
     s.mine[kWordRefusal] = kRefusalArgument;
     s.mine[kWordRefusalValue] = kArgumentHandle;
 }

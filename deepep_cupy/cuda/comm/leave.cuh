@@ -45,12 +45,12 @@ DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
 
 // Tells every peer that this rank is done with the operation, with 0 or an abort word.
 DEVICE void send_arrivals(const CommParams& c, const CommShared& s, u32 status) {
-    for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {
-        u32 peer = (c.rank + 1u + i) % kNumRanks;
+    for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {  // PLANT(arrival_to_each_rank)
+        u32 peer = (c.rank + 1u + i) % kNumRanks;  // PLANT(arrival_peer)
         // Release, in the thread that signals. The blocks' rows (or reads) precede it: each block
         // passed its barrier, then released its arrival in the counter, whose acquire by the last
         // block's first thread is passed on by a block barrier.
-        fence_acq_rel_sys();
+        fence_acq_rel_sys();  // PLANT(fence_before_arrivals)
         st_relaxed_sys_u64(arrived_slot(c.peer[peer], s.epoch, c.rank),
                            stamped(s.epoch, status));
     }
@@ -103,7 +103,7 @@ DEVICE void send_aborts(const CommParams& c) {
 DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool handshake) {
     if (verdict == kBusy) return false;
     // All accesses of the block's threads precede its arrival (barrier, then release below).
-    bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;
+    bool failed = block_barrier_or(s.failed != 0u) || verdict == kFailed;  // PLANT(all_warps_done)
     if (num_blocks() == 1) {
         if (thread_index() == 0) {
             s.last = 1;
@@ -112,10 +112,11 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
     } else if (thread_index() == 0) {
         u32* arrivals = control_u32(own_region(c), kControlArrivals);
         // Release: this block's work. Acquire: what the other blocks released.
+        // PLANT(block_counts_in)
         u32 before = atom_add_acq_rel_gpu_u32(arrivals, failed ? 0x10001u : 1u);
-        s.last = (before & 0xffffu) + 1u == num_blocks();
+        s.last = (before & 0xffffu) + 1u == num_blocks();  // PLANT(last_block_found)
         s.failed = failed || (before >> 16) != 0u;
-        if (s.last) st_relaxed_gpu_u32(arrivals, 0u);
+        if (s.last) st_relaxed_gpu_u32(arrivals, 0u);  // PLANT(counter_reset)
     }
     block_barrier();
     if (s.last == 0u) return false;
@@ -142,9 +143,10 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
         if (failed) {
             st_relaxed_gpu_u32(control_u32(own, kControlPoisoned), 1u);
         } else if (verdict != kPoisoned) {
+            // PLANT(epoch_advanced)
             st_relaxed_gpu_u32(control_u32(own, kControlEpoch), next_epoch(s.epoch));
         }
-        st_relaxed_gpu_u32(control_u32(own, kControlTickets), 0u);
+        st_relaxed_gpu_u32(control_u32(own, kControlTickets), 0u);  // PLANT(tickets_reset)
         st_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u);
     }
     return failed || verdict == kRefused;

@@ -10,7 +10,7 @@
 DEVICE bool wait_loaded(const CommParams& c, CommShared& s, u64* loaded, u32 parity) {
     Patience patience;
     bool ok = true;
-    while (ok && !mbarrier_try_wait_parity(loaded, parity)) {
+    while (ok && !mbarrier_try_wait_parity(loaded, parity)) {  // PLANT(load_awaited)
         if (take_turn(c, patience) == kTimeIsUp) {
             give_up(c, {kPhaseLoad, c.rank, parity}, 0);
             s.failed = 1;

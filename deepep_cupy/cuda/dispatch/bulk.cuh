@@ -96,6 +96,7 @@ DEVICE void start_stores(const CommParams& c, const CommShared& comm, const Disp
         if (there == ~0u || lane_index() != 0) continue;
         bulk_store(rows_of_rank(c, comm, rank, kWordRowsOffset) +
                        static_cast<u64>(there) * d.row_bytes +
+                       // PLANT(piece_stored_at)
                        static_cast<u64>(at.piece) * (pieces.bytes >> pieces.shift),
                    stage, bytes);
     }
@@ -120,7 +121,7 @@ DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared&
     WarpWork work;
     work.deal = begin_deal(d.num_tokens);
     work.pieces = pieces;
-    u32 token = first_token(work.deal);
+    u32 token = first_token(work.deal);  // PLANT(first_token_of_own_share)
     Place place = {ahead.slot, 0u};
     if (d.layout != kLayoutCached && token != kNoToken) {
         place = place_of_lane(c, d, work.deal, token);
@@ -144,7 +145,7 @@ DEVICE void load_next(const CommParams& c, const DispatchCommon& d, Shared& s, W
         seek(c, d, work.deal, work.next);
     }
     if (work.next.token != kNoToken && lane_index() == 0) {
-        bulk_wait_read<1>();
+        bulk_wait_read<1>();  // PLANT(stage_read)
         start_load(d, work.pieces, work.next, s.stage[warp_index()][stage],
                    &s.loaded[warp_index()][stage]);
     }
@@ -188,7 +189,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, c
     fill_tails(c, s.comm, d);  // while the last stores are on their way
     // Completes what this thread has started: shared memory is free to vanish, and every store is
     // visible to this thread, hence ordered by the release that follows in leave().
-    if (lane_index() == 0) bulk_wait<0>();
+    if (lane_index() == 0) bulk_wait<0>();  // PLANT(bulk_stores_complete)
 }
 
 // ---- the whole kernel ----

@@ -21,7 +21,7 @@ DEVICE void send_expert_counts(const CommParams& c, const CommShared& comm,
     u32* histogram = control_u32(own_region(c), kControlHistogram);
     for (u32 expert = thread_index(); expert < d.num_experts; expert += kNumThreads) {
         u32 count = ld_relaxed_gpu_u32(histogram + expert);
-        st_relaxed_gpu_u32(histogram + expert, 0u);
+        st_relaxed_gpu_u32(histogram + expert, 0u);  // PLANT(histogram_reset)
         u32 owner = expert / d.experts_per_rank;
         u64* slots = expert_slots(c, d, comm.epoch, owner, c.rank);
         // Relaxed: the count proves itself by its epoch and speaks of nothing else.

@@ -38,7 +38,7 @@ DEVICE bool find_row(const CommParams& c, CommShared& comm, const DispatchCommon
         if (is_of_other_block(d, deal, token)) {
             u32 block = token / deal.share;
             u64 word = place.before;
-            if (!is_stamped(word, comm.epoch)) {
+            if (!is_stamped(word, comm.epoch)) {  // PLANT(lower_blocks_awaited)
                 Wait wait = {kPhasePartial, c.rank, stamped(comm.epoch, block)};
                 ok = wait_stamped(c, comm, before_slot(c, block) + lane_index(), wait, word);
             }
@@ -164,7 +164,7 @@ DEVICE void fill_tails(const CommParams& c, const CommShared& comm, const Dispat
     u8* own = own_region(c);
     u64 unit = kOffsetUnit;
     u64 rows = received_rows(c, comm, d);
-    u64 tail = rows < d.capacity ? d.capacity - rows : 0u;
+    u64 tail = rows < d.capacity ? d.capacity - rows : 0u;  // PLANT(tail_begins)
     u32* sources = control_u32(own, d.meta_offset * unit);
     u32* indices = control_u32(own, d.index_offset * unit);
     u32* weights = control_u32(own, d.weights_offset * unit);
@@ -244,9 +244,9 @@ DEVICE u64 rows_to_poison(const CommParams& c, const CommShared& comm, const Dis
 // Ends a dispatch, whatever happened.
 DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                    Verdict verdict) {
-    bool alone = leave(c, comm, verdict, true);
+    bool alone = leave(c, comm, verdict, true);  // PLANT(dispatch_handshake)
     bool all = verdict == kPoisoned;  // no block has touched anything: they share the work
-    if (all || alone) {
+    if (all || alone) {  // PLANT(dispatch_settled)
         u64 rows = all ? d.capacity : rows_to_poison(c, comm, d, verdict);
         poison_received(c, d, rows, all ? block_index() : 0u, all ? num_blocks() : 1u);
     } else if (d.recv_stats != nullptr && verdict == kGo && comm.last != 0u) {

@@ -54,6 +54,7 @@ DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s)
             shared_min(&s.bad_of_all, value);
         } else {
             shared_add(&s.total[column], value);
+            // PLANT(prefix_of_lower_blocks)
             if (block < block_index()) shared_add(&s.before[column], value);
         }
     }
@@ -61,6 +62,7 @@ DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s)
     if (ok && thread_index() < kNumRanks) {
         // Release: the block's slots (ordered by the barrier above) before this word. Not sooner,
         // so that the counts wait for none of them.
+        // PLANT(rows_before_released)
         st_release_gpu_u64(before_slot(c, block_index()) + thread_index(),
                            stamped(comm.epoch, s.before[thread_index()]));
     }
@@ -72,6 +74,7 @@ DEVICE void publish_experts(const CommParams& c, const CommShared& comm) {
     block_barrier();
     if (thread_index() == 0) {
         // Release: the block's additions to the histogram (ordered by the barrier).
+        // PLANT(choices_released)
         st_release_gpu_u64(before_slot(c, block_index()) + kNumRanks, stamped(comm.epoch, 0));
     }
 }
@@ -89,7 +92,7 @@ DEVICE bool acquire_blocks(const CommParams& c, CommShared& comm, u32 column) {
             break;
         }
         // Acquire, in the lane that polled; the block barrier below passes it on to the block.
-        ld_acquire_gpu_u64(slot);
+        ld_acquire_gpu_u64(slot);  // PLANT(other_slots_acquired)
     }
     return !block_barrier_or(!ok);
 }

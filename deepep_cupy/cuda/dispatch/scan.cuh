@@ -217,7 +217,7 @@ DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahea
         u32 count = rows_seen(seen);
         if (lane_index() < kNumRanks) s.warp_rows[turn][warp_index()][lane] = count;
         // One barrier a turn: who writes this half again has passed the next one.
-        block_barrier();
+        block_barrier();  // PLANT(warp_rows_written)
         if (seen.bad != ~0u) shared_min(&s.bad_token, seen.bad);
         u32 slot = rows;
         for (u32 warp = 0; warp < kNumWarps; ++warp) {

@@ -26,7 +26,7 @@ DEVICE void fill_last_group(u8* piece, u32 bytes, u32 group_bytes) {
     if (bytes % group_bytes == 0) return;
     u32 at = bytes + lane_index() * 16u;
     if (at / group_bytes == bytes / group_bytes) st_shared_v4(piece + at, Vec16{{0, 0, 0, 0}});
-    warp_barrier();
+    warp_barrier();  // PLANT(zeros_written)
 }
 
 // Of each group: lane g has that of group g, and others have one that nobody wants.
@@ -69,10 +69,11 @@ DEVICE void write_codes_of_steps(u8* piece, u32 first, u32 bytes, f32 factor) {
     for (u32 i = 0; i < kSteps; ++i) {
         read[i] = ld_shared_v4(piece + (mine ? begin : first) + i * 512u);
     }
-    warp_barrier();
+    warp_barrier();  // PLANT(elements_read)
     u8* out = piece + begin / Input::kBytes;
     UNROLL
     for (u32 i = 0; i < kSteps; ++i) {
+        // PLANT(factor_of_group)
         u32 bits = warp_shuffle(f32_to_bits(factor), begin / kGroupBytes + i * 512u / kGroupBytes);
         Vec16 codes = codes_of<Input>(read[i], bits_to_f32(bits));
         if (mine) write_codes<16 / Input::kBytes>(out + i * 512u / Input::kBytes, codes);
