@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from deepep_cupy import env
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deepep_cupy"
 CUDA = PACKAGE / "cuda"
@@ -52,6 +54,7 @@ TOP_LEVEL = {
     ".gitignore",
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "README.md",
     "deepep_cupy",
@@ -263,15 +266,12 @@ def variables(text: str) -> set[str]:
     return set(re.findall(r"\bDEEPEP_CUPY_[A-Z][A-Z0-9_]*\b", text))
 
 
-def test_every_variable_is_explained_in_the_readme_and_read_in_env():
-    env, readme = PACKAGE / "env.py", ROOT / "README.md"
-    for path in (env, readme):
-        if not path.is_file():
-            pytest.skip(f"{relative(path)} is not written yet")
-    read = variables(env.read_text())
-    explained = variables(readme.read_text())
-    assert read, "env.py names no variable"
-    assert read == explained, f"only in env.py: {read - explained}, in README: {explained - read}"
+def test_every_variable_is_explained_where_callers_look_and_read_in_env():
+    read = {variable.name for variable in env.VARIABLES}
+    assert read == variables((PACKAGE / "env.py").read_text())
+    rows = (PACKAGE / "api" / "README.md").read_text().splitlines()
+    missing = [row for row in map(table_row, env.VARIABLES) if row not in rows]
+    assert not missing, "api/README.md lacks:\n" + "\n".join(missing)
     used = {
         name: relative(path)
         for path in kept_files()
@@ -281,6 +281,13 @@ def test_every_variable_is_explained_in_the_readme_and_read_in_env():
     }
     unknown = {name: path for name, path in used.items() if name not in read}
     assert not unknown, f"named, and not known to env.py: {unknown}"
+
+
+def table_row(variable: env.Variable) -> str:
+    """The row of api/README.md that explains a variable."""
+    values = r" \| ".join(f"`{choice}`" for choice in variable.choices) or "text"
+    default = f"`{variable.default}`" if variable.default else "unset"
+    return f"| `{variable.name}` | {values} | {default} | {variable.doc} |"
 
 
 # -------------------------------------------------------------------------------- README and CI
@@ -311,6 +318,83 @@ def test_the_ci_script_is_bash():
     path = ROOT / ".ci" / "run"
     checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+# ------------------------------------------------------------------------------------------ pages
+
+MOST_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
+_FENCED = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^()\s>]+)>?[^()]*\)")
+_OF_OURS = re.compile(r"(?:deepep_cupy|examples|ptx|tests|\.ci)/[\w./*-]*")
+
+
+def pages() -> list[Path]:
+    return [path for path in kept_files() if path.suffix == ".md"]
+
+
+def anchors(text: str) -> set[str]:
+    """What ``#...`` in a link may name: the headings of a page, as GitHub spells them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", _FENCED.sub("", text), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        again = sum(1 for each in found if re.fullmatch(rf"{re.escape(name)}(-\d+)?", each))
+        found.add(f"{name}-{again}" if again else name)
+    return found
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links of a page to files or headings that are not there; the web is not asked."""
+    wrong = []
+    for link in _LINK.findall(_CODE.sub("", _FENCED.sub("", text))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if target != path and not (target.exists() and target.is_relative_to(ROOT)):
+            wrong.append(f"{relative(path)}: {link}: there is no such file")
+        elif anchor and anchor not in anchors(text if target == path else target.read_text()):
+            wrong.append(f"{relative(path)}: {link}: there is no such heading")
+    return wrong
+
+
+def lost_paths(path: Path, text: str) -> list[str]:
+    """Paths from the root in `code` of a page that lead to nothing; ``*`` stands for any name."""
+    spans = [span.strip("`") for span in re.findall(r"`[^`\n]+`", _FENCED.sub("", text))]
+    named = [span for span in spans if _OF_OURS.fullmatch(span)]
+    return [f"{relative(path)}: {name}" for name in named if not any(ROOT.glob(name.rstrip("/")))]
+
+
+@pytest.mark.parametrize("path", pages(), ids=relative)
+def test_what_a_page_points_to_is_there(path):
+    text = path.read_text()
+    wrong = [*broken_links(path, text), *lost_paths(path, text)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_a_page_for_everybody_is_short(name):
+    assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]
+
+
+def test_broken_links_and_lost_paths_are_found():
+    page = (
+        "# A page: of `links`, twice\n## Twice\n## Twice\n"
+        "[a](README.md), [b](#twice-1), [c](#a-page-of-links-twice), [d](https://nowhere.invalid/x)\n"
+        "![e](examples/pictures/none.png), [`f`](#thrice), [g\nh](README.md#no-such-heading)\n"
+        "[i](../outside.md) `[j](in_code.md)`\n```\n# Thrice\n[k](fenced.md)\n```\n"
+        "`deepep_cupy/api/`, `tests/cpu/test_*.py`, `tests/cpu/test_nothing*.py`, `ptx/none.ptx`\n"
+    )
+    path = ROOT / "x.md"
+    assert [line.split(": ")[1] for line in broken_links(path, page)] == [
+        "examples/pictures/none.png",
+        "#thrice",
+        "README.md#no-such-heading",
+        "../outside.md",
+    ]
+    lost = ["x.md: tests/cpu/test_nothing*.py", "x.md: ptx/none.ptx"]
+    assert lost_paths(path, page) == lost
 
 
 # ---------------------------------------------------------------------------------- size and form
