@@ -201,16 +201,18 @@ def test_missing_modules_are_named(tree, tmp_path):
 # ----------------------------------------------------------------------------- versions and extras
 
 
-def test_one_version_everywhere():
+def test_one_version_everywhere(built):
+    """It stands in ``__init__.py``; the build reads it there, and the changelog begins with it."""
     code = ast.parse((PACKAGE / "__init__.py").read_text())
-    literal = [
+    (version,) = [
         ast.literal_eval(node.value)
         for node in code.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
     ]
-    version = PROJECT["project"]["version"]
-    assert literal == [version]
-    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert [path.name.split("-")[1].removesuffix(".tar.gz") for path in built] == [version] * 2
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == version
 
 
 @pytest.mark.parametrize(
