@@ -61,6 +61,7 @@ TOP_LEVEL = {
     "examples",
     "ptx",
     "pyproject.toml",
+    "scripts",
     "tests",
 }
 
