@@ -70,6 +70,11 @@ class Streams:
     async_finish: bool = False
     allocate_on_comm_stream: bool = False
 
+    @property
+    def apart(self) -> bool:
+        """Whether the operation runs on the communication stream."""
+        return self.async_finish or self.previous_event is not None
+
 
 HERE = Streams()
 """On the current stream, which waits; where the api says this, it is this very object."""

@@ -193,7 +193,7 @@ def test_an_interrupted_wait_keeps_what_peers_may_write_into(error):
     xs, idx, _, _ = inputs(1, 4, tokens=(9,))
 
     def work(rank):
-        pool, report = rank.runtime.pool, rank.runtime.report
+        pool, report = rank.runtime.pool, rank.runtime.failures.report
         x, chosen = up(xs[0]), up(idx[0])
 
         def stopped(serial, number):
@@ -300,7 +300,7 @@ def test_graph_of_dispatch_and_combine():
             check_dispatch(got, moved[me], real=int(moved[me].handle.recv_rows_per_rank.sum()))
             same(done.combined_x, back[me].combined_x, "combined_x")
             eager = rank.dispatch(call_of(x, topk_idx=chosen))
-        assert rank.runtime.retention.captured
+        assert rank.runtime.queue.retention.captured
         del got, done, eager
         assert rank.runtime.pool.statistics().captured > 0
         return True
@@ -329,7 +329,7 @@ def test_graph_on_the_communication_stream():
         stale.record()
         with stream:
             stream.begin_capture()
-            previous = rank.runtime.events.Recorded(stale)
+            previous = rank.events.Recorded(stale)
             previous.wait = lambda: d.current_stream().wait_event(stale)
             with pytest.raises(ContractError, match="'previous_event' must have been made within"):
                 rank.dispatch(call_of(x, routing=got.routing, streams=Streams(previous)))
@@ -403,18 +403,18 @@ def test_nothing_is_reused_before_its_time(worst):
 @pytest.mark.parametrize("missing", ["kept inputs", "blocks' users", "lent memory", "lent users"])
 def test_the_same_with_something_missing(missing):
     def work(rank):
-        runtime = rank.runtime
+        runtime, retention = rank.runtime, rank.runtime.queue.retention
         if missing == "kept inputs":
-            runtime.retention.until = lambda event, objects: None
+            retention.until = lambda event, objects: None
         if missing == "blocks' users":
             runtime.pool.record_stream = lambda block, stream: None
         if missing == "lent memory":
-            runtime.retention.borrow = lambda nbytes, stream, user: (
+            retention.borrow = lambda nbytes, stream, user: (
                 d.alloc(nbytes),
                 threading.Event(),
             )
         if missing == "lent users":
-            runtime.retention.reap = runtime.retention.returned.clear
+            retention.reap = retention.returned.clear
         background(rank, worst=16)
 
     with pytest.raises(d.RaceError):

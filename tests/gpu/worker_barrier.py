@@ -103,13 +103,9 @@ def all_makes(worker: Worker, buffer: Any) -> dict[str, Callable[[], None]]:
 
     def by_hand() -> None:
         """As the engine launches its own."""
-        inside.news.raise_pending()
-        turn = inside.begin()
-        try:
-            twin(inside.serial, turn.stream.ptr)
-            inside.launched(turn)
-        finally:
-            inside.end(turn)
+        inside.failures.raise_pending()
+        with inside.operation() as op:
+            op.launch(twin)
 
     return {"cuda": buffer.barrier, "ptx": by_hand}
 

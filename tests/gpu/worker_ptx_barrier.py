@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, worker: Worker, buffer: Any) -> None:
         engine = buffer._engine
         self.worker, self.engine, self.runtime = worker, engine, engine._runtime
-        self.control = self.runtime.control
+        self.control = self.runtime.memory.control
         kernels, comm = self.runtime.kernels, self.runtime.kernels._comm
         self.makes = {
             "cuda": kernels.get("barrier", 1, Kind.BARRIER),
@@ -84,14 +84,14 @@ class Bench:
         words = np.zeros(self.control.partials // 4, np.uint32)
         base = self.runtime.memory.region.base
         runtime.memcpy(words.ctypes.data, base, words.nbytes, runtime.memcpyDeviceToHost)
-        report = self.runtime.report.words.copy()
+        report = self.runtime.failures.report.words.copy()
         if not exact:
             self._leave_out(words, report)
         return {"control": words, "report": report}
 
     def _leave_out(self, words: Any, report: Any) -> None:
         """What depends on time, and headers that never came."""
-        control, layout = self.control, self.runtime.report._layout
+        control, layout = self.control, self.runtime.failures.report._layout
         words[control.claimed // 4] = 0
         words[control.details // 4 : control.details // 4 + 16] = 0
         words[control.abort // 4] &= np.uint32(0xFFFF)

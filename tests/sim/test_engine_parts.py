@@ -158,13 +158,12 @@ def test_sums_of_a_rank_are_combined_as_rows(weighted):
     engine = Engine(3)
     offsets = []
 
-    def stage(nbytes, turn, label):
-        assert turn is engine.turn
+    def stage(nbytes, label):
         assert label.endswith("of combine()")
         offsets.append(engine.turn._space(nbytes) - BASE)
         return SimpleNamespace(offset=offsets[-1])
 
-    engine.runtime.stage = stage
+    engine.turn.stage = stage
     engine.runtime.memory = SimpleNamespace(region=SimpleNamespace(base=BASE))
     routing = SimpleNamespace(expanded_row=engine.put(handle.expanded_row))
     call = CombineCall(

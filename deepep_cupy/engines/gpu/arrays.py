@@ -21,8 +21,9 @@ from operator import attrgetter
 from typing import Any
 
 from deepep_cupy.errors import ContractError
+from deepep_cupy.protocol.headers import dtype_code
 
-__all__ = ["FLOAT8", "ArrayImporter", "take_dlpack"]
+__all__ = ["FLOAT8", "ArrayImporter", "address", "dtype_code_of", "take_dlpack"]
 
 
 # -------------------------------------------- DLPack, with the dtypes that CuPy does not know: FP8
@@ -242,3 +243,14 @@ class _WithoutStream:
     def __init__(self, value: Any, described: dict[str, Any]) -> None:
         self.value = value
         self.__cuda_array_interface__ = described
+
+
+def address(array: Any) -> int:
+    """Device address of an array; 0 for None."""
+    return 0 if array is None else int(array.data.ptr)
+
+
+def dtype_code_of(dtype: Any, scales: Any = None) -> int:
+    """Code of a row dtype, and of that of its scales if there are any, for headers and kernels."""
+    name = dtype.name if dtype.isnative else "swapped bytes"
+    return dtype_code(name, dtype.itemsize, None if scales is None else scales.name)

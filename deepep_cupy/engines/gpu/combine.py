@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepep_cupy.engines.calls import CombineCall
+from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
-from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation
 from deepep_cupy.engines.gpu.routing import FLOAT32, addresses_of
+from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.engines.protocol import CombineOutput
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.spec import Param, Struct
@@ -134,7 +136,7 @@ def combine_expanded(
     """Launch the combine of a call whose routing is expanded.
 
     Args:
-        core: The engine's parts.
+        runtime: The engine's parts.
         plain: Launches an ordinary combine.
         call: The call.
         op: The operation.
@@ -166,10 +168,10 @@ def _per_rank(
     table: Any = routing.expanded_row
     tokens, topk = table.shape
     row_bytes = x.shape[1] * x.itemsize
-    sums = runtime.stage(tokens * row_bytes, op, "sums of combine()").offset
+    sums = op.stage(tokens * row_bytes, "sums of combine()").offset
     carried = 0
     if weights is not None:
-        carried = runtime.stage(4 * tokens * topk, op, "weights of combine()").offset
+        carried = op.stage(4 * tokens * topk, "weights of combine()").offset
     if tokens:
         launch = runtime.kernels.local("reduce_copies", local_blocks(runtime.grids, tokens))
         launch.operation(
@@ -205,12 +207,12 @@ def _exact(runtime: Runtime, call: CombineCall, op: Operation, out: Any, out_wei
     table: Any = routing.expanded_row
     row_bytes, tokens, known = x.shape[1] * x.itemsize, routing.num_tokens, addresses_of(routing)
     factors = weights_offset = 0
-    rows_offset = runtime.place(x, op, "rows of combine()")
-    index_offset = runtime.place(table, op, "expanded_row of combine()")
+    rows_offset = op.place(x, "rows of combine()")
+    index_offset = op.place(table, "expanded_row of combine()")
     if weights is not None:
-        weights_offset = runtime.place(weights, op, "weights of combine()")
+        weights_offset = op.place(weights, "weights of combine()")
     if call.row_weights is not None:
-        factors = runtime.place(call.row_weights, op, "row_weights of combine()")
+        factors = op.place(call.row_weights, "row_weights of combine()")
     biases = [bias.data.ptr for bias in call.biases]
     access = access_bytes(row_bytes, (x.data.ptr, out.data.ptr, *biases), (x.itemsize,))
     biases += [0] * (2 - len(biases))
@@ -237,8 +239,7 @@ def _exact(runtime: Runtime, call: CombineCall, op: Operation, out: Any, out_wei
         factors // OFFSET_UNIT,
         call.row_weights is not None,
     )
-    launch(runtime.serial, op.stream.ptr)
-    runtime.launched(op)
+    op.launch(launch)
     if op.staged:
         runtime.failures.track(op.staged)
 
@@ -270,15 +271,14 @@ class Combiner:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._new: Any = runtime.cupy.empty
+        self._new: Any = runtime.queue.cupy.empty
 
     def run(self, call: CombineCall) -> CombineOutput:
         """See ``engines.protocol.Engine.combine``. On the engine's device, which is current."""
         runtime, out, weights = self._runtime, call.out, call.topk_weights
         if out is not None:
             self._check_out(call)
-        op = runtime.begin(call.streams)
-        try:
+        with runtime.operation(call) as op:
             routing, x = call.routing, call.x
             table: Any = routing.expanded_row
             tokens, topk = routing.num_tokens, 0
@@ -294,17 +294,9 @@ class Combiner:
                 rows_offset, own_rows = self._place_rows(call, op)
                 weights_offset = 0
                 if weights is not None:
-                    weights_offset = runtime.place(weights, op, "weights of combine()")
+                    weights_offset = op.place(weights, "weights of combine()")
                 self.launch(call, op, out, out_weights, rows_offset, own_rows, weights_offset, topk)
-            event = None
-            if not op.plain or runtime.keep_alive:
-                event = runtime.settle(op, call, call.streams)
-        except BaseException:
-            runtime.settle_failed(op, call)
-            raise
-        finally:
-            runtime.end(op)
-        return CombineOutput(out, out_weights, event)
+            return CombineOutput(out, out_weights, op.finish())
 
     def _plan(self, call: CombineCall) -> _Plan:
         """Make the plan of a form."""
@@ -371,8 +363,7 @@ class Combiner:
             weights_offset // OFFSET_UNIT,
             layout,
         )
-        launch(runtime.serial, op.stream.ptr)
-        runtime.launched(op)
+        op.launch(launch)
         if op.staged:
             runtime.failures.track(op.staged)
 
@@ -401,23 +392,23 @@ class Combiner:
         worst case.
         """
         runtime, x = self._runtime, call.x
-        offset = runtime.arrays.find(x) if x.nbytes else runtime.control.nbytes
+        offset = runtime.arrays.find(x) if x.nbytes else runtime.memory.control.nbytes
         source = x.data.ptr
         if offset is not None and offset % OFFSET_UNIT == 0:
             return offset, source
-        block = runtime.stage(x.nbytes, op, "rows of combine()")
+        block = op.stage(x.nbytes, "rows of combine()")
         to, row_bytes = runtime.memory.region.base + block.offset, x.shape[1] * x.itemsize
         counts = getattr(call.routing, "host_rows_per_rank", None)
-        rank, stream = runtime.spec.rank, op.stream
+        rank = runtime.spec.rank
         if counts is None:
             return block.offset, self._stage_real(call, op, to)
         if source % OFFSET_UNIT:
-            runtime.copy_bytes(to, source, x.nbytes, stream)
+            op.copy_bytes(to, source, x.nbytes)
             return block.offset, to
         before = sum(counts[:rank]) * row_bytes
         behind = before + counts[rank] * row_bytes
-        runtime.copy_bytes(to, source, before, stream)
-        runtime.copy_bytes(to + behind, source + behind, x.nbytes - behind, stream)
+        op.copy_bytes(to, source, before)
+        op.copy_bytes(to + behind, source + behind, x.nbytes - behind)
         return block.offset, source
 
     def _stage_real(self, call: CombineCall, op: Operation, to: int) -> int:

@@ -18,9 +18,10 @@ from functools import lru_cache
 from typing import Any
 
 from deepep_cupy.engines.calls import DispatchCall, Routing
+from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
 from deepep_cupy.engines.gpu.expand import expand
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
-from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation
 from deepep_cupy.engines.gpu.quantize import CAST, cast_on_the_way, quantize, travelling
 from deepep_cupy.engines.gpu.routing import (
     FLOAT32,
@@ -30,6 +31,7 @@ from deepep_cupy.engines.gpu.routing import (
     addresses_of,
     words_bytes,
 )
+from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.engines.protocol import DispatchOutput
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.spec import Param, Struct
@@ -199,21 +201,15 @@ class Dispatcher:
     def run(self, call: DispatchCall) -> DispatchOutput:
         """See ``engines.protocol.Engine.dispatch``. On the engine's device, which is current."""
         runtime = self._runtime
-        op = runtime.begin(call.streams)
-        try:
+        with runtime.operation(call) as op:
             plan: _Plan = call.form.plan or self._plan(call)
             if call.quantize is not None and not _casts_on_the_way(call, plan):
                 if not op.plain:
                     op.keep(call)
-                call = quantize(runtime, call, op)
+                op.call = call = quantize(runtime, call, op)
             if call.routing is not None:
                 return self._cached(call, plan, call.routing, op)
             return self._new(call, plan, op)
-        except BaseException:
-            runtime.settle_failed(op, call)
-            raise
-        finally:
-            runtime.end(op)
 
     def _plan(self, call: DispatchCall) -> _Plan:
         """Make the plan of a form."""
@@ -241,7 +237,7 @@ class Dispatcher:
             num_experts=experts,
             experts_per_rank=local or 1,
             num_reported_experts=local,
-            experts_offset=runtime.control.experts,
+            experts_offset=runtime.memory.control.experts,
             expert_alignment=alignment,
             row_bytes=row_bytes,
             num_scales=num_scales,
@@ -333,7 +329,7 @@ class Dispatcher:
         )
         counts = None
         if waits:
-            told = runtime.wait_counts(ranks + local, op.stream, blocks)
+            told = op.wait_counts(ranks + local, blocks)
             number, counts = routing.learn(told[:ranks]), told[ranks:]
             pool.shrink(rows, number * plan.row_bytes)
             if plan.num_scales:
@@ -453,11 +449,10 @@ class Dispatcher:
         try:
             launch = runtime.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
             launch.operation(*fields)
-            launch(runtime.serial, op.stream.ptr)
+            op.launch(launch)
         except BaseException:
-            runtime.give_back(blocks)
+            op.give_back(blocks)
             raise
-        runtime.launched(op)
 
     def _output(
         self,
@@ -471,7 +466,6 @@ class Dispatcher:
         counts: list[int] | None,
     ) -> DispatchOutput:
         """Put what came into the form the call wants. ``counts``: rows of each local expert."""
-        event = None
         if call.expand:
             recv_x, recv_weights, recv_scales, routing = self._expanded(
                 op, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
@@ -483,8 +477,7 @@ class Dispatcher:
             recv_x, recv_idx, recv_weights, recv_scales = map(
                 op.copy, (recv_x, recv_idx, recv_weights, recv_scales)
             )
-        if not op.plain or self._runtime.keep_alive:
-            event = self._runtime.settle(op, call, call.streams)
+        event = op.finish()
         per_expert, unit = counts or [], call.expert_alignment
         if unit > 1:
             per_expert = [align(count, unit) for count in per_expert]

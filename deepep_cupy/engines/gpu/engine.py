@@ -24,7 +24,8 @@ from deepep_cupy.engines.gpu.grid import GridPlan
 from deepep_cupy.engines.gpu.kernels import KERNELS, shape_constants
 from deepep_cupy.engines.gpu.launch import Kernels
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
-from deepep_cupy.engines.gpu.operation import GpuEvent, Runtime
+from deepep_cupy.engines.gpu.operation import GpuEvent
+from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.engines.gpu.topology import Topology
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
 from deepep_cupy.errors import PlatformError
@@ -101,13 +102,11 @@ class CudaEngine:
             )
             self._runtime = Runtime(
                 spec=spec,
-                control=control,
                 device=self.device,
                 path=self.path,
                 grids=GridPlan(gpu.num_sms, len(topology.sharing(group.rank)), spec.num_sms),
                 kernels=kernels,
                 memory=memory,
-                report=report,
                 failures=FailureMonitor(report, self._rendezvous, memory.pool, spec),
             )
         self._dispatcher = Dispatcher(self._runtime)
@@ -148,14 +147,14 @@ class CudaEngine:
         """See ``Engine.import_array``."""
         array = self._intake(operation, argument, value)
         if array is not value:
-            self._runtime.keep_alive.append((array, value))
+            self._runtime.queue.keep_alive.append((array, value))
         return array
 
     def import_scales(self, operation: str, argument: str, value: object) -> Any:
         """See ``Engine.import_scales``."""
         array = self._intake(operation, argument, value, strided=True)
         if array is not value:
-            self._runtime.keep_alive.append((array, value))
+            self._runtime.queue.keep_alive.append((array, value))
         return array
 
     def capture(self) -> GpuEvent:
@@ -165,7 +164,7 @@ class CudaEngine:
 
     def comm_stream(self) -> Any:
         """See ``Engine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
-        return self._runtime.comm
+        return self._runtime.queue.comm
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """See ``Engine.empty``."""
@@ -204,17 +203,13 @@ class CudaEngine:
             runtime.failures.own_refusal(self._launch_barrier(kind, refusal))
 
     def _launch_barrier(self, kind: Kind, refusal: Refusal) -> int:
-        runtime = self._runtime
-        operation = runtime.begin()
-        try:
-            if operation.capture == 0 or refusal.code == RefusalCode.NONE:
-                launch = runtime.kernels.get("barrier", 1, kind)
+        """Launch the kernel that only exchanges headers; number of the operation."""
+        with self._runtime.operation() as op:
+            if op.capture == 0 or refusal.code == RefusalCode.NONE:
+                launch = self._runtime.kernels.get("barrier", 1, kind)
                 launch.refusal(kind, refusal.code, refusal.value)
-                launch(runtime.serial, operation.stream.ptr)
-            runtime.launched(operation)
-        finally:
-            runtime.end(operation)
-        return runtime.serial
+                op.launch(launch)
+            return op.serial
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
@@ -236,7 +231,7 @@ class CudaEngine:
         """See ``Engine.reset``."""
         runtime = self._runtime
         with self._device:
-            runtime.drain()
+            runtime.queue.drain()
             self._rendezvous.barrier("reset")
             mine = np.array([runtime.memory.epoch()], np.int64)
             epochs = self._rendezvous.exchange("reset", mine)[:, 0]
@@ -255,13 +250,13 @@ class CudaEngine:
             return
         with self._device:
             try:
-                runtime.drain()
+                runtime.queue.drain()
                 self._rendezvous.barrier("close")
                 runtime.memory.region.close(lambda: self._rendezvous.barrier("close"))
             except BaseException:
                 _left_behind.append(self)
                 raise
-            runtime.retention.clear()
+            runtime.queue.retention.clear()
             runtime.pool.close()
             if self._board_address:
                 self._cupy.cuda.runtime.hostUnregister(self._board_address)

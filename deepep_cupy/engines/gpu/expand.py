@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
 from deepep_cupy.engines.gpu.grid import access_bytes, local_blocks, num_slices
-from deepep_cupy.engines.gpu.operation import Operation, Runtime, address, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation
 from deepep_cupy.engines.gpu.routing import GpuRouting, Received, addresses_of
+from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.memory.pool import PoolExhaustedError
 from deepep_cupy.protocol.control_block import align
@@ -79,9 +81,9 @@ def expand(runtime: Runtime, received: Received, op: Operation) -> Received:
     it yet, there are no rows, and the results are poisoned.
 
     Args:
-        core: The engine's parts.
+        runtime: The engine's parts.
         received: In the layout of tokens.
-        turn: The dispatch's turn.
+        op: The dispatch.
     """
     routing = received.routing
     if received.topk_idx is not None:

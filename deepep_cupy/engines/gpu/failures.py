@@ -177,7 +177,7 @@ class FailureMonitor:
     """What the kernels of one Buffer have reported and nobody has raised yet.
 
     Args:
-        report: Where they write.
+        report: Where they write; an attribute too.
         rendezvous: The host's way to the other ranks, and the abort board.
         pool: Whose blocks are quarantined when an operation fails.
         spec: Sizes of the Buffer.
@@ -186,7 +186,7 @@ class FailureMonitor:
     def __init__(
         self, report: Report, rendezvous: Rendezvous, pool: Pool, spec: BufferSpec
     ) -> None:
-        self._report = report
+        self.report = report
         self._rendezvous = rendezvous
         self._pool = pool
         self._spec = spec
@@ -205,7 +205,7 @@ class FailureMonitor:
 
     def clear(self) -> None:
         """Forget everything, after a reset."""
-        self._report.clear()
+        self.report.clear()
         self._own.clear()
         self._refused.clear()
         self._failed = None
@@ -219,7 +219,7 @@ class FailureMonitor:
         Args:
             serial: Only the refusal of this launch; older ones wait for the next call.
         """
-        report = self._report
+        report = self.report
         view = report.view
         if view[0] == report.seen and not (view[report.busy_at] or self._failed or self._refused):
             return

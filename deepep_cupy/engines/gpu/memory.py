@@ -28,6 +28,7 @@ class SymmetricMemory:
         control: Layout of the control block, which lies at the start of the region.
 
     Attributes:
+        control: Layout of the control block.
         region: The memory of all ranks.
         events: CuPy's side of the pool.
         pool: Blocks behind the control block; offsets are those of the region.
@@ -38,7 +39,7 @@ class SymmetricMemory:
         from cupy.cuda import runtime
 
         self._runtime: Any = runtime
-        self._control = control
+        self.control = control
         nbytes = control.nbytes + (spec.pool_bytes or pool_bytes_hint(spec))
         self.region = open_region(group, device, nbytes, zero_bytes=control.nbytes)
         self._write_epoch(_FIRST_EPOCH)
@@ -54,7 +55,7 @@ class SymmetricMemory:
     def epoch(self) -> int:
         """Epoch of the next operation. Waits for the device."""
         word = np.zeros(1, np.uint32)
-        address = self.region.base + self._control.epoch
+        address = self.region.base + self.control.epoch
         self._runtime.memcpy(
             word.ctypes.data, address, word.nbytes, self._runtime.memcpyDeviceToHost
         )
@@ -63,13 +64,13 @@ class SymmetricMemory:
     def start_over(self, epochs: NDArray[np.int64]) -> None:
         """Zero the control block and go on behind all ranks' epochs. No kernel may be running on
         any rank, and none may start before all ranks have done this."""
-        self._runtime.memset(self.region.base, 0, self._control.nbytes)
+        self._runtime.memset(self.region.base, 0, self.control.nbytes)
         self._runtime.deviceSynchronize()
         self._write_epoch(epoch_after(epochs))
 
     def _write_epoch(self, epoch: int) -> None:
         word = np.array([epoch], np.uint32)
-        address = self.region.base + self._control.epoch
+        address = self.region.base + self.control.epoch
         self._runtime.memcpy(
             address, word.ctypes.data, word.nbytes, self._runtime.memcpyHostToDevice
         )

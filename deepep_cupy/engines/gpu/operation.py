@@ -1,4 +1,13 @@
-"""What every operation of a CUDA engine needs: streams in order, kernels, memory, reports."""
+"""One operation on a GPU: where it runs, what it waits for, and how long what it uses lives.
+
+``with runtime.operation(call) as op`` is the frame of every operation that talks to other ranks::
+
+    entered        ordered behind the last operation of any Buffer on this GPU; has a number
+    op.alloc ...   memory for results, in the order of the operation's stream
+    op.launch      the kernel; from here on another thread may begin the next operation
+    op.finish      the caller's stream waits, or gets an event; inputs are kept until the end
+    left           staged memory is given back, in stream order, however the operation ended
+"""
 
 from __future__ import annotations
 
@@ -9,37 +18,87 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from deepep_cupy.engines.calls import HERE, CombineCall, DispatchCall, Streams
-from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
-from deepep_cupy.engines.gpu.grid import GridPlan
-from deepep_cupy.engines.gpu.launch import Kernels
+from deepep_cupy.engines.gpu.failures import FailureMonitor
+from deepep_cupy.engines.gpu.launch import ReadyLaunch
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block
-from deepep_cupy.protocol.control_block import ControlLayout
-from deepep_cupy.protocol.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode, dtype_code
-from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.protocol.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["DeviceOrder", "GpuEvent", "Operation", "OperationQueue", "Retention"]
 
-__all__ = [
-    "DeviceOrder",
-    "GpuEvent",
-    "Operation",
-    "Retention",
-    "Runtime",
-    "address",
-    "dtype_code_of",
-]
+_PATIENT_POLLS = 2000
+"""Polls of the counts before the host looks whether the stream is still alive."""
+_LAST_SERIAL = 0xFFFFFFFF
+_PROBE_EVERY = 16
+"""Operations between two looks at what is over, for the sake of graphs captured later."""
+_HIGHEST = -100
+"""A priority that CUDA clamps to the highest there is."""
 
 
-# ------------------ Where an operation runs, whose its arrays are, and how long what it uses lives
+class DeviceOrder:
+    """The order of all operations of this process on one device.
+
+    Attributes:
+        lock: Held from ``enter`` until the operation is launched and ``leave`` was called.
+        precise: Whether ``leave`` marks the end of each operation with an event. Without, the
+            next operation on another stream waits for all that the stream was given meanwhile,
+            which costs nothing as long as one stream is used.
+    """
+
+    _orders: ClassVar[dict[int, DeviceOrder]] = {}
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.precise = False
+        self._last: Any = None
+        self._end: Any = None
+        self._captured: tuple[int, Any] = (0, None)
+
+    @classmethod
+    def of(cls, device: int) -> DeviceOrder:
+        """The order of a device, shared by all Buffers of the process."""
+        return cls._orders.setdefault(device, cls())
+
+    def enter(self, stream: Any, events: Any) -> None:
+        """Make ``stream`` wait for the last operation, which may be on another stream."""
+        last = self._last
+        if last is stream:
+            self._end = None
+            return
+        if last is not None and last.ptr != stream.ptr:
+            if self._end is None and events.capture_id(last) != 0:
+                raise StateError(
+                    "the last operation's stream is being captured into a graph; end the capture "
+                    "before using a Buffer on another stream."
+                )
+            stream.wait_event((self._end or events.record(last)).event)
+        self._last, self._end = stream, None
+
+    def leave(self, stream: Any, events: Any) -> None:
+        """The operation is launched; needed where ``precise``."""
+        self._end = events.record(stream)
+
+    def enter_captured(self, stream: Any, events: Any, capture: int) -> None:
+        """Make ``stream``, which is being captured, wait for the last operation of that graph. How
+        a graph stands to what is launched outside of it is its user's to say, by the stream."""
+        number, last = self._captured
+        if number == capture and last.ptr != stream.ptr:
+            stream.wait_event(events.record(last).event)
+        self._captured = (capture, stream)
+
+    def drain(self) -> None:
+        """Wait until the last operation has ended: it ends by itself, at the latest in
+        ``timeout_s``."""
+        if self._last is not None:
+            self._last.synchronize()
 
 
 class Retention:
@@ -90,16 +149,16 @@ class Retention:
         """Drop what is not used any more. Not under capture: it asks events."""
         events, returned, kept = self._events, self.returned, self.kept
         waiting = []
-        marks: dict[Any, Any] = {}
+        ends: dict[Any, Any] = {}
         while returned:
             memory, users = returned.popleft()
             if any(events.capture_id(user) != 0 for user in users):
                 waiting.append((memory, users))
                 continue
             for user in users:
-                if user not in marks:
-                    marks[user] = events.record(user)
-            kept.append((tuple(marks[user] for user in users), memory))
+                if user not in ends:
+                    ends[user] = events.record(user)
+            kept.append((tuple(ends[user] for user in users), memory))
         returned.extend(waiting)
         while kept and all(map(events.query, kept[0][0])):
             kept.popleft()
@@ -112,8 +171,19 @@ class Retention:
 
 
 class Borrowed:
-    """Owner of lent memory; dies with the last array over it. Any thread, any lock, any capture:
-    the finalizer only appends."""
+    """Owner of borrowed memory; dies with the last array over it.
+
+    That may be in any thread, under any lock and during any capture, so that the finalizer only
+    appends to ``returned``.
+
+    Args:
+        memory: What was borrowed.
+        returned: Of the ``Retention`` that lent it.
+        user: The first stream that uses the memory.
+
+    Attributes:
+        users: All streams that do.
+    """
 
     __slots__ = ("__weakref__", "_memory", "_returned", "users")
 
@@ -128,302 +198,49 @@ class Borrowed:
         self._returned.append((self._memory, self.users))
 
 
-class GpuEvent:
-    """``engines.protocol.Event``: the end of an operation, or of what a stream had been given.
+class OperationQueue:
+    """What the operations of one engine share.
 
     Args:
-        core: The engine's parts.
-        event: Recorded.
-        blocks: Of the pool, results of the operation.
-        lent: Other memory of results.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        event: Any,
-        blocks: Sequence[Block] = (),
-        borrowed: Sequence[Any] = (),
-    ) -> None:
-        self._runtime = runtime
-        self._event = event
-        self._blocks = blocks
-        self._borrowed = borrowed
-
-    def wait(self) -> None:
-        """Let the current stream wait; it is a user of the results from here on. Raises what
-        finished operations have left to be reported."""
-        runtime = self._runtime
-        stream = runtime.cupy.cuda.get_current_stream()
-        stream.wait_event(self._event.event)
-        for block in self._blocks:
-            runtime.pool.record_stream(block, stream)
-        for reference in self._borrowed:
-            borrowed = reference()
-            if borrowed is not None:
-                borrowed.users[stream] = None
-        runtime.failures.raise_pending()
-
-
-class Operation:
-    """One operation's place on the GPU. The engine has one for calls without streams, and uses
-    it again and again.
-
-    Args:
-        core: The engine's parts.
-
-    Attributes:
-        stream: Where the operation runs.
-        current: The caller's stream.
-        capture: Number of the capture that the operation becomes part of, 0 for none.
-        plain: Whether the operation runs on the caller's stream, and no graph is captured.
-        held: Whether the device's lock is held.
-        staged: Blocks to be given back at the end.
-    """
-
-    __slots__ = (
-        "_borrowed",
-        "_outputs",
-        "_runtime",
-        "capture",
-        "current",
-        "held",
-        "plain",
-        "staged",
-        "stream",
-    )
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.stream: Any = None
-        self.current: Any = None
-        self.capture = 0
-        self.plain = True
-        self.held = False
-        self.staged: list[Block] = []
-        self._outputs: list[Block] = []
-        self._borrowed: list[Any] = []
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        return self.capture != 0
-
-    def alloc(self, *wanted: tuple[int, str]) -> list[Block]:
-        """Blocks of the pool, all or none; the one that will be shrunk comes last.
-
-        Args:
-            wanted: (bytes, label) of each.
-        """
-        pool = self._runtime.pool
-        blocks = pool.alloc_all(wanted, self.stream, self.capture)
-        if self.current is not self.stream:
-            for block in blocks:
-                pool.record_stream(block, self.current)
-            self._outputs += blocks
-        return blocks
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array in ordinary memory, of any dtype."""
-        runtime, cuda = self._runtime, self._runtime.cupy.cuda
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if self.current is self.stream:
-            pointer = cuda.alloc(nbytes)
-        elif self.capture != 0:
-            with self.stream:
-                pointer = cuda.alloc(nbytes)
-        else:
-            pointer, borrowed = runtime.retention.borrow(nbytes, self.stream, self.current)
-            self._borrowed.append(weakref.ref(borrowed))
-        array = runtime.cupy.ndarray(shape, dtype, memptr=pointer)
-        if self.capture != 0:
-            runtime.retention.for_ever(array)
-        return array
-
-    def copy(self, array: Any) -> Any:
-        """A copy in ordinary memory; None of None. By bytes: any dtype, and the same order."""
-        if array is None:
-            return None
-        if array.flags.c_contiguous:
-            made = self.empty(array.shape, array.dtype)
-        else:
-            made = self.empty(array.shape[::-1], array.dtype).T
-        self._runtime.copy_bytes(made.data.ptr, array.data.ptr, array.nbytes, self.stream)
-        return made
-
-    def keep(self, thing: Any) -> None:
-        """Let something live until the operation is over; under capture, for ever."""
-        self._runtime.keep_alive.append(thing)
-
-    def point(self, event: Any) -> GpuEvent:
-        """The end of this operation, for the caller."""
-        return GpuEvent(self._runtime, event, tuple(self._outputs), tuple(self._borrowed))
-
-
-# ---------------- One operation at a time on a GPU, whatever Buffers, streams and threads a proces
-
-
-class DeviceOrder:
-    """The order of all operations of this process on one device.
-
-    Attributes:
-        lock: Held from ``enter`` until the operation is launched and ``leave`` was called.
-        precise: Whether ``leave`` marks the end of each operation with an event. Without, the
-            next operation on another stream waits for all that the stream was given meanwhile,
-            which costs nothing as long as one stream is used.
-    """
-
-    _orders: ClassVar[dict[int, DeviceOrder]] = {}
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.precise = False
-        self._last: Any = None
-        self._end: Any = None
-        self._captured: tuple[int, Any] = (0, None)
-
-    @classmethod
-    def of(cls, device: int) -> DeviceOrder:
-        """The order of a device, shared by all Buffers of the process."""
-        return cls._orders.setdefault(device, cls())
-
-    def enter(self, stream: Any, events: Any) -> None:
-        """Make ``stream`` wait for the last operation, which may be on another stream."""
-        last = self._last
-        if last is stream:
-            self._end = None
-            return
-        if last is not None and last.ptr != stream.ptr:
-            if self._end is None and events.capture_id(last) != 0:
-                raise StateError(
-                    "the last operation's stream is being captured into a graph; end the capture "
-                    "before using a Buffer on another stream."
-                )
-            stream.wait_event((self._end or events.record(last)).event)
-        self._last, self._end = stream, None
-
-    def leave(self, stream: Any, events: Any) -> None:
-        """The operation is launched; needed where ``precise``."""
-        self._end = events.record(stream)
-
-    def enter_captured(self, stream: Any, events: Any, capture: int) -> None:
-        """The same for an operation in a graph: behind the last one of that graph. How a graph
-        stands to what is launched outside of it is its user's to say, by the stream."""
-        number, last = self._captured
-        if number == capture and last.ptr != stream.ptr:
-            stream.wait_event(events.record(last).event)
-        self._captured = (capture, stream)
-
-    def drain(self) -> None:
-        """Wait until the last operation has ended: it ends by itself, at the latest in
-        ``timeout_s``."""
-        if self._last is not None:
-            self._last.synchronize()
-
-
-_PATIENT_POLLS = 2000
-"""Polls of the counts before the host looks whether the stream is still alive."""
-_LAST_SERIAL = 0xFFFFFFFF
-_PROBE_EVERY = 16
-"""Operations between two looks at what is over, for the sake of graphs captured later."""
-_HIGHEST = -100
-"""A priority that CUDA clamps to the highest there is."""
-
-
-class Runtime:
-    """The parts of one engine, and the order of its operations.
-
-    Args:
-        spec: Sizes of the Buffer.
-        control: Layout of the control block.
         device: CUDA ordinal.
-        path: ``"bulk"`` or ``"ldst"``.
-        grids: Blocks per operation.
-        kernels: Compiled and loaded.
+        rank: For messages.
         memory: Region, pool, arrays.
-        report: What kernels write.
-        news: What becomes of it.
+        failures: What kernels have reported.
 
     Attributes:
-        serial: Number of the newest launch.
+        pool: Of ``memory``, as ``arrays`` and ``events``.
         comm: The communication stream: of the highest priority, waits for no default stream.
-        keeper: Keeps objects until work is over.
-        foreign: Arrays of other libraries, and whatever else lives until the operation that is
+        order: Of all operations on the device.
+        retention: Keeps objects until work is over.
+        serial: Number of the newest operation.
+        current_stream: CuPy's current stream of the calling thread.
+        keep_alive: Arrays of other libraries, and whatever else lives until the operation that is
             being prepared is over.
     """
 
     def __init__(
-        self,
-        *,
-        spec: BufferSpec,
-        control: ControlLayout,
-        device: int,
-        path: str,
-        grids: GridPlan,
-        kernels: Kernels,
-        memory: SymmetricMemory,
-        report: Report,
-        failures: FailureMonitor,
+        self, device: int, rank: int, memory: SymmetricMemory, failures: FailureMonitor
     ) -> None:
         import cupy
 
         self.cupy: Any = cupy
-        self.spec = spec
-        self.control = control
-        self.bulk = path == "bulk"
-        self.grids = grids
-        self.kernels = kernels
-        self.memory = memory
+        self.rank = rank
+        self.memory, self.failures = memory, failures
         self.pool, self.arrays, self.events = memory.pool, memory.arrays, memory.events
-        self.report = report
-        self.failures = failures
-        self.order = DeviceOrder.of(device)
-        self.serial = 0
-        self._current_stream: Any = cupy.cuda.get_current_stream
-        self._array: type = cupy.ndarray
         self.comm: Any = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self.order = DeviceOrder.of(device)
         self.retention = Retention(self.events, device)
+        self.serial = 0
+        self.current_stream: Any = cupy.cuda.get_current_stream
         self.keep_alive: list[Any] = []
-        self._device: Any = cupy.cuda.Device(device)
-        self._operation = Operation(self)
-        self._probe: tuple[int, Any, Any] | None = None
-        self._grids: dict[int, GridPlan] = {}
         runtime = cupy.cuda.runtime
         self._memcpy: Any = runtime.memcpyAsync
         self._on_device = runtime.memcpyDeviceToDevice
+        self._probe: tuple[int, Any, Any] | None = None
 
-    # --------------------------------------------------------------------------------- order
-
-    def __enter__(self) -> Runtime:
-        """A call, on the engine's device, after what earlier ones have left to be raised."""
-        self.failures.raise_pending()
-        self._device.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._device.__exit__(*error)
-
-    def begin(self, streams: Streams = HERE) -> Operation:
-        """Begin an operation: on the current stream, or on the communication stream, ordered
-        behind the last operation of any Buffer on this GPU. Counts the serial up. ``launched``
-        must follow, and ``end`` in any case."""
-        stream, events, op = self._current_stream(), self.events, self._operation
-        capture = events.capture_id(stream)
-        if capture < 0:
-            raise StateError(
-                "this stream cannot be used while another stream is being captured; use a stream "
-                "made with non_blocking=True."
-            )
-        if streams is not HERE and (streams.async_finish or streams.previous_event is not None):
-            op = Operation(self)
-            op.current, op.capture = stream, capture
-            self._move_to_comm(op, streams)
-            op.stream = stream = self.comm
-            op.plain = False
-        else:
-            op.current = op.stream = stream
-            op.capture = capture
-            op.plain = capture == 0
+    def next_serial(self, stream: Any, capture: int) -> int:
+        """Number of a new operation on ``stream``. Outside of captures a good moment to look at
+        what is over."""
         self.serial = serial = self.serial % _LAST_SERIAL + 1
         if capture == 0:
             if serial % _PROBE_EVERY == 0:
@@ -431,104 +248,7 @@ class Runtime:
             retention = self.retention
             if retention.kept or retention.returned:
                 retention.reap()
-        order = self.order
-        order.lock.acquire()
-        op.held = True
-        try:
-            if capture == 0:
-                order.enter(stream, events)
-            else:
-                order.enter_captured(stream, events, capture)
-        except BaseException:
-            self.end(op)
-            raise
-        return op
-
-    def _move_to_comm(self, op: Operation, streams: Streams) -> None:
-        """Let the communication stream wait for what the operation comes after."""
-        comm, previous = self.comm, streams.previous_event
-        if previous is None:
-            comm.wait_event(self.events.record(op.current).event)
-        else:
-            with comm:
-                previous.wait()
-        self.order.precise = True
-        found = self.events.capture_id(comm)
-        if found == op.capture:
-            return
-        if op.capture == 0:
-            raise StateError(
-                f"the communication stream of rank {self.spec.rank} is being captured into a "
-                f"graph; end the capture before calls outside of it."
-            )
-        raise ContractError(
-            f"argument 'previous_event' must have been made within the graph that is being "
-            f"captured, on rank {self.spec.rank}.",
-            Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("previous_event")),
-        )
-
-    def launched(self, op: Operation) -> None:
-        """The operation is on its stream: the next one may come."""
-        if op.held:
-            order = self.order
-            if order.precise and op.capture == 0:
-                order.leave(op.stream, self.events)
-            op.held = False
-            order.lock.release()
-
-    def end(self, op: Operation) -> None:
-        """Give back what the turn holds, however the operation ended."""
-        if op.held:
-            op.held = False
-            self.order.lock.release()
-        if op.staged:
-            # In stream order: behind the kernels, and so behind all readers.
-            self.give_back(op.staged)
-            op.staged = []
-
-    def settle(
-        self, op: Operation, call: DispatchCall | CombineCall, streams: Streams
-    ) -> GpuEvent | None:
-        """All of the operation is on its stream: keep what it uses, let the caller's stream wait
-        for it, or say when it is over."""
-        keep_alive, self.keep_alive = self.keep_alive, []
-        if op.capture != 0:
-            self.retention.for_ever((call, keep_alive))
-        if op.current is op.stream:
-            if keep_alive and op.capture == 0:
-                self.retention.until(self.events.record(op.stream), keep_alive)
-            return None
-        end = self.events.record(op.stream)
-        if op.capture == 0:
-            self.retention.until(end, (call.routing, keep_alive, self._outside_pool(call)))
-        if streams.async_finish:
-            return op.point(end)
-        op.current.wait_event(end.event)
-        return None
-
-    def settle_failed(self, op: Operation, call: DispatchCall | CombineCall) -> None:
-        """The same for an operation that raised: its kernel may be running."""
-        with contextlib.suppress(Exception):  # the first error is the one to see
-            self.settle(op, call, Streams())
-
-    def point(self) -> GpuEvent:
-        """What the current stream has been given so far."""
-        return GpuEvent(self, self.events.record(self._current_stream()))
-
-    def drain(self) -> None:
-        """Wait until all operations of this Buffer are over, those in graphs too. Each of them
-        ends by itself, at the latest in ``timeout_s``."""
-        self.order.drain()
-        if self.retention.captured:
-            self.cupy.cuda.runtime.deviceSynchronize()
-
-    def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
-        """The arrays of a call that the pool does not keep for the communication stream."""
-        given = [getattr(call, each.name) for each in fields(call)]
-        if isinstance(call, CombineCall):
-            given += call.biases
-        arrays = [value for value in given if isinstance(value, self._array)]
-        return [array for array in arrays if not self.arrays.record_stream(array, self.comm)]
+        return serial
 
     def _look(self, stream: Any) -> None:
         """Tell the pool what is over: a graph gets only memory of which the host knows that."""
@@ -539,85 +259,334 @@ class Runtime:
         if probe is None:
             self._probe = (self.pool.checkpoint(), stream, self.events.record(stream))
 
-    def grid_plan(self, num_sms: int | None) -> GridPlan:
-        """Blocks per operation where a call asks for so many; a hint."""
-        if num_sms is None:
-            return self.grids
-        plan = self._grids.get(num_sms)
-        if plan is None:
-            plan = self._grids[num_sms] = replace(self.grids, wanted=num_sms)
-        return plan
+    def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on the device, in stream order. ``stream``: its address."""
+        self._memcpy(to, source, nbytes, self._on_device, stream)
+
+    def drain(self) -> None:
+        """Wait until all operations of this Buffer are over, those in graphs too. Each of them
+        ends by itself, at the latest in ``timeout_s``."""
+        self.order.drain()
+        if self.retention.captured:
+            self.cupy.cuda.runtime.deviceSynchronize()
+
+
+class GpuEvent:
+    """``engines.calls.Event``: the end of an operation, or of what a stream had been given.
+
+    Args:
+        queue: The engine's.
+        event: Recorded there.
+        blocks: Of the pool, results of the operation.
+        borrowed: Weak references to the owners of other memory of results.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        event: Any,
+        blocks: Sequence[Block] = (),
+        borrowed: Sequence[weakref.ref[Borrowed]] = (),
+    ) -> None:
+        self._queue = queue
+        self._event = event
+        self._blocks = blocks
+        self._borrowed = borrowed
+
+    def wait(self) -> None:
+        """Let the current stream wait; it is a user of the results from here on. Raises what
+        finished operations have left to be reported."""
+        queue = self._queue
+        stream = queue.current_stream()
+        stream.wait_event(self._event.event)
+        for block in self._blocks:
+            queue.pool.record_stream(block, stream)
+        for reference in self._borrowed:
+            borrowed = reference()
+            if borrowed is not None:
+                borrowed.users[stream] = None
+        queue.failures.raise_pending()
+
+
+class Operation:
+    """One operation's place on the GPU: on the current stream, or on the communication stream.
+
+    A context manager (see the top of this file). The engine has one for calls that say nothing
+    about streams, and uses it again and again.
+
+    Args:
+        queue: The engine's.
+
+    Attributes:
+        call: What the operation does; None where it has no arrays. Lives until the operation is
+            over.
+        serial: Its number.
+        stream: Where the operation runs.
+        current: The caller's stream.
+        capture: Number of the capture that the operation becomes part of, 0 for none.
+        plain: Whether the operation runs on the caller's stream, and no graph is captured.
+        staged: Blocks to be given back when the operation is left.
+    """
+
+    __slots__ = (
+        "_borrowed",
+        "_locked",
+        "_outputs",
+        "_queue",
+        "call",
+        "capture",
+        "current",
+        "plain",
+        "serial",
+        "staged",
+        "stream",
+    )
+
+    def __init__(self, queue: OperationQueue) -> None:
+        self._queue = queue
+        self.call: DispatchCall | CombineCall | None = None
+        self.serial = 0
+        self.stream: Any = None
+        self.current: Any = None
+        self.capture = 0
+        self.plain = True
+        self._locked = False
+        self.staged: list[Block] = []
+        self._outputs: list[Block] = []
+        self._borrowed: list[weakref.ref[Borrowed]] = []
+
+    # --------------------------------------------------------------------------------- frame
+
+    def __enter__(self) -> Operation:
+        """Begin, with the next number, behind the last operation of any Buffer on this GPU."""
+        queue, call = self._queue, self.call
+        events, order = queue.events, queue.order
+        try:
+            self.current = self.stream = stream = queue.current_stream()
+            self.capture = capture = events.capture_id(stream)
+            if capture < 0:
+                _refuse_stream()
+            self.plain = capture == 0
+            if call is not None and call.streams is not HERE and call.streams.apart:
+                self.plain = False
+                self.stream = stream = self._move_to_comm(call.streams)
+            self.serial = queue.next_serial(stream, capture)
+            order.lock.acquire()
+            self._locked = True
+            if capture == 0:
+                order.enter(stream, events)
+            else:
+                order.enter_captured(stream, events, capture)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def _move_to_comm(self, streams: Streams) -> Any:
+        """Let the communication stream wait for what the operation comes after."""
+        queue, previous = self._queue, streams.previous_event
+        comm, events = queue.comm, queue.events
+        if previous is None:
+            comm.wait_event(events.record(self.current).event)
+        else:
+            with comm:
+                previous.wait()
+        queue.order.precise = True
+        if events.capture_id(comm) == self.capture:
+            return comm
+        if self.capture == 0:
+            raise StateError(
+                f"the communication stream of rank {queue.rank} is being captured into a graph; "
+                f"end the capture before calls outside of it."
+            )
+        raise ContractError(
+            f"argument 'previous_event' must have been made within the graph that is being "
+            f"captured, on rank {queue.rank}.",
+            Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("previous_event")),
+        )
+
+    def launch(self, ready: ReadyLaunch) -> None:
+        """Start the kernel that talks to the other ranks. It is the last of the operation's
+        kernels that does; the next operation of any Buffer may begin."""
+        ready(self.serial, self.stream.ptr)
+        order = self._queue.order
+        if order.precise and self.capture == 0:
+            order.leave(self.stream, self._queue.events)
+        self._locked = False
+        order.lock.release()
+
+    def finish(self) -> GpuEvent | None:
+        """All of the operation is on its stream: keep what it uses, and let the caller's stream
+        wait for it, or, where the call wants an event, return that of its end."""
+        if self.plain and not self._queue.keep_alive:
+            return None
+        return self._finish(async_finish=self.call is not None and self.call.streams.async_finish)
+
+    def _finish(self, *, async_finish: bool) -> GpuEvent | None:
+        queue, call = self._queue, self.call
+        retention, events = queue.retention, queue.events
+        keep_alive, queue.keep_alive = queue.keep_alive, []
+        if self.capture != 0:
+            retention.for_ever((call, keep_alive))
+        if self.current is self.stream:
+            if keep_alive and self.capture == 0:
+                retention.until(events.record(self.stream), keep_alive)
+            return None
+        end = events.record(self.stream)
+        if self.capture == 0 and call is not None:
+            retention.until(end, (call.routing, keep_alive, self._outside_pool(call)))
+        if async_finish:
+            return GpuEvent(queue, end, tuple(self._outputs), tuple(self._borrowed))
+        self.current.wait_event(end.event)
+        return None
+
+    def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
+        """The arrays of a call that the pool does not keep for the communication stream."""
+        queue = self._queue
+        given = [getattr(call, each.name) for each in fields(call)]
+        if isinstance(call, CombineCall):
+            given += call.biases
+        arrays = [value for value in given if isinstance(value, queue.cupy.ndarray)]
+        return [array for array in arrays if not queue.arrays.record_stream(array, self.stream)]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give back what the operation holds. After an error its kernel may be running all the
+        same, and so its inputs are kept and the caller's stream waits for it."""
+        if error is not None and self.call is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to see
+                self._finish(async_finish=False)
+        self._leave()
+
+    def _leave(self) -> None:
+        self.call = None
+        if self._locked:
+            self._locked = False
+            self._queue.order.lock.release()
+        if self.staged:
+            # In stream order: behind the kernels, and so behind all readers.
+            self.give_back(self.staged)
+            self.staged = []
+
+    # -------------------------------------------------------------------------------- memory
+
+    def alloc(self, *wanted: tuple[int, str]) -> list[Block]:
+        """Blocks of the pool, all or none; the one that will be shrunk comes last.
+
+        Args:
+            wanted: (bytes, label) of each.
+        """
+        pool = self._queue.pool
+        blocks = pool.alloc_all(wanted, self.stream, self.capture)
+        if self.current is not self.stream:
+            for block in blocks:
+                pool.record_stream(block, self.current)
+            self._outputs += blocks
+        return blocks
+
+    def give_back(self, blocks: list[Block]) -> None:
+        """Return blocks that have no owner yet."""
+        pool = self._queue.pool
+        for block in blocks:
+            pool.free(block)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array in ordinary memory, of any dtype."""
+        queue = self._queue
+        retention, cuda = queue.retention, queue.cupy.cuda
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if self.current is self.stream:
+            pointer = cuda.alloc(nbytes)
+        elif self.capture != 0:
+            with self.stream:
+                pointer = cuda.alloc(nbytes)
+        else:
+            pointer, borrowed = retention.borrow(nbytes, self.stream, self.current)
+            self._borrowed.append(weakref.ref(borrowed))
+        array = queue.cupy.ndarray(shape, dtype, memptr=pointer)
+        if self.capture != 0:
+            retention.for_ever(array)
+        return array
+
+    def copy(self, array: Any) -> Any:
+        """A copy in ordinary memory; None of None. By bytes: any dtype, and the same order."""
+        if array is None:
+            return None
+        if array.flags.c_contiguous:
+            made = self.empty(array.shape, array.dtype)
+        else:
+            made = self.empty(array.shape[::-1], array.dtype).T
+        self.copy_bytes(made.data.ptr, array.data.ptr, array.nbytes)
+        return made
+
+    def copy_bytes(self, to: int, source: int, nbytes: int) -> None:
+        """Copy on the device, in the order of the operation's stream."""
+        if nbytes:
+            self._queue.copy_bytes(to, source, nbytes, self.stream.ptr)
+
+    def stage(self, nbytes: int, label: str) -> Block:
+        """A block that lives until the operation is left."""
+        block = self._queue.pool.alloc(nbytes, self.stream, label)
+        self.staged.append(block)
+        return block
+
+    def place(self, array: Any, label: str) -> int:
+        """Offset in the region where the peers find an array, copied there if need be; the copy
+        lives until the operation is left."""
+        memory = self._queue.memory
+        offset = memory.arrays.find(array) if array.nbytes else memory.control.nbytes
+        if offset is not None and offset % OFFSET_UNIT == 0:
+            return offset
+        block = self.stage(array.nbytes, label)
+        self.copy_bytes(memory.region.base + block.offset, array.data.ptr, array.nbytes)
+        return block.offset
+
+    def keep(self, thing: Any) -> None:
+        """Let something live until the operation is over; under capture, for ever."""
+        self._queue.keep_alive.append(thing)
 
     # --------------------------------------------------------------------------------- waits
 
-    def wait_counts(self, number: int, stream: Any, blocks: list[Block]) -> list[int]:
-        """Wait until the operation just launched has told its counts. The stream may be busy for
-        long with what was queued before, so that the wait ends when the stream does. Where that
-        fails, the blocks are given back, whoever owns them: when it is known that nobody writes
-        into them any more."""
-        serial, counts_of, report = self.serial, self.report.counts, self.report
-        polls, end = 0, None
+    def wait_counts(self, number: int, blocks: list[Block]) -> list[int]:
+        """Wait until the operation, which is launched, has told its counts.
+
+        The stream may be busy for long with what was queued before, so that the wait ends when
+        the stream does. Where that fails, the blocks are given back, whoever owns them: when it
+        is known that nobody writes into them any more.
+        """
+        queue, serial = self._queue, self.serial
+        events, failures = queue.events, queue.failures
+        report = failures.report
+        polls, end, counts_of = 0, None, report.counts
         try:
             while True:
                 counts = counts_of(serial, number)
                 if counts is not None:
                     return counts
                 if report.has_news:
-                    self.failures.raise_pending(serial)
+                    failures.raise_pending(serial)
                 polls += 1
                 if polls % _PATIENT_POLLS == 0:
                     if end is None:
-                        end = self.events.record(stream)
-                    elif self.events.query(end):
+                        end = events.record(self.stream)
+                    elif events.query(end):
                         counts = counts_of(serial, number)
-                        return (
-                            counts if counts is not None else self.failures.missing_report(serial)
-                        )
+                        return counts if counts is not None else failures.missing_report(serial)
                     time.sleep(0)  # lets other threads of this process run
         except BaseException as error:
             for block in blocks:
                 if not isinstance(error, ContractError):
-                    self.pool.quarantine(block)
-                self.pool.free(block)
+                    queue.pool.quarantine(block)
+                queue.pool.free(block)
             raise
 
-    # ------------------------------------------------------------------------ blocks and bytes
 
-    def place(self, array: Any, op: Operation, label: str) -> int:
-        """Offset in the region where the peers find an array, copied there if need be; the copy
-        lives until the end of the turn."""
-        offset = self.arrays.find(array) if array.nbytes else self.control.nbytes
-        if offset is not None and offset % OFFSET_UNIT == 0:
-            return offset
-        block = self.stage(array.nbytes, op, label)
-        self.copy_bytes(
-            self.memory.region.base + block.offset, array.data.ptr, array.nbytes, op.stream
-        )
-        return block.offset
-
-    def stage(self, nbytes: int, op: Operation, label: str) -> Block:
-        """A block that lives until the end of the turn."""
-        block = self.pool.alloc(nbytes, op.stream, label)
-        op.staged.append(block)
-        return block
-
-    def copy_bytes(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy on the device, in stream order."""
-        if nbytes:
-            self._memcpy(to, source, nbytes, self._on_device, stream.ptr)
-
-    def give_back(self, blocks: list[Block]) -> None:
-        """Return blocks that have no owner yet."""
-        for block in blocks:
-            self.pool.free(block)
-
-
-def address(array: Any) -> int:
-    """Device address of an array; 0 for None."""
-    return 0 if array is None else int(array.data.ptr)
-
-
-def dtype_code_of(dtype: Any, scales: Any = None) -> int:
-    """Code of a row dtype, and of that of its scales if there are any, for headers and kernels."""
-    name = dtype.name if dtype.isnative else "swapped bytes"
-    return dtype_code(name, dtype.itemsize, None if scales is None else scales.name)
+def _refuse_stream() -> NoReturn:
+    raise StateError(
+        "this stream cannot be used while another stream is being captured; use a stream made "
+        "with non_blocking=True."
+    )

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from deepep_cupy.engines.calls import DispatchCall
+from deepep_cupy.engines.gpu.arrays import dtype_code_of
 from deepep_cupy.engines.gpu.grid import access_bytes, cast_chunks, local_blocks
-from deepep_cupy.engines.gpu.operation import Operation, Runtime, dtype_code_of
+from deepep_cupy.engines.gpu.operation import Operation
+from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.protocol.routing import num_scales
 
@@ -82,9 +84,9 @@ def quantize(runtime: Runtime, call: DispatchCall, op: Operation) -> DispatchCal
     """Cast the rows of a call that wants it; the call as if the caller had passed the pair.
 
     Args:
-        core: The engine's parts.
+        runtime: The engine's parts.
         call: With ``quantize``, else it is returned as it is.
-        turn: Its turn.
+        op: The dispatch.
     """
     how = call.quantize
     if how is None:

@@ -61,14 +61,14 @@ class Rendezvous:
 
 
 class Rank:
-    """One rank's engine: ``core``, ``dispatcher``, ``combiner``; made in its own thread."""
+    """One rank's engine: ``runtime``, ``dispatcher``, ``combiner``; made in its own thread."""
 
     def __init__(self, world, spec):
         from deepep_cupy.engines.gpu import operation as order
         from deepep_cupy.engines.gpu.combine import Combiner
         from deepep_cupy.engines.gpu.dispatch import Dispatcher
         from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
-        from deepep_cupy.engines.gpu.operation import Runtime
+        from deepep_cupy.engines.gpu.runtime import Runtime
 
         rank = spec.rank
         d.set_device(d.Device(rank))
@@ -79,18 +79,20 @@ class Rank:
         report = Report(world.report_layout)
         world.regions[rank], world.reports[rank] = region.base, report.words
         memory = SimpleNamespace(
-            region=region, pool=pool, arrays=PoolArrays(region, pool, rank), events=events
+            control=control,
+            region=region,
+            pool=pool,
+            arrays=PoolArrays(region, pool, rank),
+            events=events,
         )
         self.spec, self.events, self.kernels = spec, events, Kernels(world, rank)
         self.runtime = Runtime(
             spec=spec,
-            control=control,
             device=rank,
             path="bulk",
             grids=GridPlan(132, 1, None),
             kernels=self.kernels,
             memory=memory,
-            report=report,
             failures=FailureMonitor(report, Rendezvous(), pool, spec),
         )
         self.dispatcher, self.combiner = Dispatcher(self.runtime), Combiner(self.runtime)
