@@ -327,7 +327,7 @@ MOST_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 _FENCED = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^()\s>]+)>?[^()]*\)")
-_OF_OURS = re.compile(r"(?:deepep_cupy|examples|ptx|tests|\.ci)/[\w./*-]*")
+_OF_OURS = re.compile(r"(?:deepep_cupy|examples|ptx|scripts|tests|\.ci)/[\w./*-]*")
 
 
 def pages() -> list[Path]:
