@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepep_cupy._version import __version__
+
 if TYPE_CHECKING:
     from deepep_cupy.api.buffer import Buffer
     from deepep_cupy.api.config import Config
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
         PlatformError,
         StateError,
     )
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Buffer",

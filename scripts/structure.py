@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ORDER = (
-    *("protocol", "reference", "errors", "env", "_resources", "log"),
+    *("protocol", "reference", "errors", "env", "_resources", "_version", "log"),
     *("jit", "ranks", "memory", "engines", "api", "__init__"),
     *("testing", "cli", "litmus", "bench", "__main__"),
 )

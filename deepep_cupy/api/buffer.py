@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from deepep_cupy import __version__, log
+from deepep_cupy import log
+from deepep_cupy._version import __version__
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepep_cupy import __version__
+from deepep_cupy._version import __version__
 from deepep_cupy.bench.measure import Measurement
 from deepep_cupy.bench.workload import Ranks, Shape
 from deepep_cupy.cli.progress import Progress

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from deepep_cupy import _resources, env
+from deepep_cupy._version import __version__
 from deepep_cupy.engines.gpu import loads as policy
 from deepep_cupy.errors import DeepEPCupyError
 from deepep_cupy.protocol.sizes import BufferSpec
@@ -78,7 +79,7 @@ def _table(sections: dict[str, Rows]) -> str:
 
 def _versions(cupy: Any, missing: str) -> Rows:
     return [
-        ("deepep_cupy", f"{_own_version()} in {Path(__file__).resolve().parents[1]}"),
+        ("deepep_cupy", f"{__version__} in {Path(__file__).resolve().parents[1]}"),
         ("Python", f"{platform.python_version()} {sys.executable}"),
         ("system", f"{platform.platform()}, {os.cpu_count()} processors"),
         ("numpy", _distribution("numpy")),
@@ -91,10 +92,6 @@ def _versions(cupy: Any, missing: str) -> Rows:
         ("MPI library", _mpi_library()),
         ("mpirun", _mpirun()),
     ]
-
-
-def _own_version() -> str:
-    return str(importlib.import_module("deepep_cupy").__version__)
 
 
 def _distribution(name: str) -> str:

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from deepep_cupy._version import __version__
 from deepep_cupy.errors import DeepEPCupyError
 
 __all__ = ["COMMANDS", "main"]
@@ -71,7 +72,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         prog="python -m deepep_cupy",
         description="Expert-parallel dispatch and combine for CuPy and MPI.",
     )
-    parser.add_argument("--version", action="version", version=f"deepep_cupy {_version()}")
+    parser.add_argument("--version", action="version", version=f"deepep_cupy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -81,8 +82,3 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
-
-
-def _version() -> str:
-    """Return the package's version, a checkout's too."""
-    return str(importlib.import_module("deepep_cupy").__version__)

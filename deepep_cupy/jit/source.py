@@ -17,12 +17,12 @@ any other include, or one in ``#if``   refused
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepep_cupy._resources import kernel_dir
+from deepep_cupy._version import __version__
 from deepep_cupy.errors import CompileError
 from deepep_cupy.jit.spec import KernelSpec
 
@@ -50,7 +50,7 @@ def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence
     Raises:
         CompileError: A file is missing, includes go round, or an include has an unknown form.
     """
-    title = f"// deepep_cupy {_version()}, kernel {spec.name}, entry {spec.entry}\n"
+    title = f"// deepep_cupy {__version__}, kernel {spec.name}, entry {spec.entry}\n"
     return title + flatten(spec.source, search=search, generated=prelude(spec, constants))
 
 
@@ -182,8 +182,3 @@ def _refused(where: str, row: str, what: str) -> CompileError:
 
 def _is_int(value: int) -> bool:
     return -(1 << 31) <= value < 1 << 31
-
-
-def _version() -> str:
-    """The package's version, without importing what its top level imports."""
-    return str(getattr(sys.modules.get("deepep_cupy"), "__version__", "unknown"))

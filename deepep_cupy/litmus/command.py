@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_cupy import env
+from deepep_cupy._version import __version__
 from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import mpi
 from deepep_cupy.cli.table import columns
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         arch=10 * gpu.capability[0] + gpu.capability[1],
         driver=_driver(),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        package=str(importlib.import_module("deepep_cupy").__version__),
+        package=__version__,
         num_gpus=2 if "peer" in producers else 1,
         readings=tuple(readings),
     )
