@@ -16,7 +16,7 @@ Life of a block::
   other stream is first made to wait, on the device, for an event recorded behind the work that
   may still touch the block. Memory that needs no wait is preferred.
 * A block of the size and stream of one that was given back takes its place, without a search
-  (``ranks/resting.py``). Where there is no room beside it, it is free like all others.
+  (``memory/size_cache.py``). Where there is no room beside it, it is free like all others.
 * Under capture only memory is handed out on which the host knows nothing to be pending: no wait
   of today can stand in a graph that runs tomorrow, and no event may be touched meanwhile. What
   was made in a capture is reused in that capture, on the same stream, and by nobody else.

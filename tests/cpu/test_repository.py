@@ -367,6 +367,35 @@ def lost_paths(path: Path, text: str) -> list[str]:
     return [f"{relative(path)}: {name}" for name in named if not any(ROOT.glob(name.rstrip("/")))]
 
 
+_FILE = re.compile(r"(?<![\w/.{}-])(?:[\w*]+/)+[\w*]+\.(?:cuh?|md|ptx|py|toml)\b")
+_NO_FILES = {"generated/prelude.cuh", "folder/file.cuh", "tests/gpu/worker_NAME.py"}
+"""What the compiler is given from memory, and what stands for any name."""
+
+
+def lost_files(path: Path, text: str) -> list[str]:
+    """Files named in comments, docstrings and includes that are not there, seen from the root, the
+    package, its kernels, or the file itself."""
+    bases = (ROOT, PACKAGE, CUDA, path.parent, path.parent.parent)
+    return [
+        f"{relative(path)}: {name}"
+        for name in _FILE.findall(text)
+        if name not in _NO_FILES and not any(any(base.glob(name)) for base in bases)
+    ]
+
+
+def test_files_that_the_code_speaks_of_are_there():
+    texts = [*python_files(), *kernel_files(), *sorted((ROOT / "tests" / "gpu").glob("*.py"))]
+    wrong = [line for path in texts for line in lost_files(path, path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_lost_files_are_found():
+    text = "see ``api/buffer.py``, cuda/common/*.cuh, buffer.py, api/nothing.py\n// comm/lost.cuh\n"
+    path = PACKAGE / "x.py"
+    lost = ["deepep_cupy/x.py: api/nothing.py", "deepep_cupy/x.py: comm/lost.cuh"]
+    assert lost_files(path, text) == lost
+
+
 @pytest.mark.parametrize("path", pages(), ids=relative)
 def test_what_a_page_points_to_is_there(path):
     text = path.read_text()

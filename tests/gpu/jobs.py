@@ -25,7 +25,7 @@ def few_blocks(ranks: int) -> int:
 
 def beside(job: Job, seconds: float, gib: float, *, word: str = "work") -> Job:
     """A job that may run beside others. A process has one operation on a GPU at a time, however
-    many Buffers it has (``engines/gpu/order.py``)."""
+    many Buffers it has (``engines/gpu/operation.py``)."""
     sms = few_blocks(job.ranks)
     return replace(job, seconds=seconds, beside=word, sms=sms, blocks=sms, gib=gib)
 
