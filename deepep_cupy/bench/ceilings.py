@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from deepep_cupy.bench.traffic import Traffic, WrongResultError
+from deepep_cupy.bench.rows import WrongResultError
+from deepep_cupy.bench.traffic import Traffic
 from deepep_cupy.errors import CompileError, PlatformError
 
-__all__ = ["Ceiling", "CeilingKernel", "Plan", "spread"]
+__all__ = ["BoxLayout", "Ceiling", "CeilingKernel", "spread"]
 
 _LONG_ROW = 1 << 20
 """Rows of this length give the kernel as large pieces as its shared memory holds."""
@@ -41,8 +42,10 @@ def spread(rows: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where the rows of all ranks lie: an outbox and an inbox a rank, segments in rank order.
+class BoxLayout:
+    """Where the rows of all ranks lie while they are copied.
+
+    Each rank has an outbox and an inbox, with a segment for every rank in rank order.
 
     Attributes:
         traffic: Who sends how many rows to whom.
@@ -78,7 +81,7 @@ class Plan:
         )
 
     def pull(self, rank: int, outboxes: list[int], inbox: int) -> dict[str, Any]:
-        """The same of a receiver."""
+        """What the kernel of a receiver is launched with; addresses as the receiver sees them."""
         ranks = range(self.traffic.num_ranks)
         return self._values(
             [outboxes[other] + self.out_offset(other, rank) for other in ranks],
@@ -175,24 +178,28 @@ class Ceiling:
     ) -> None:
         self._comm, self._buffer, rank = comm, buffer, comm.rank
         self._rank = rank
-        self._plan = plan = Plan(traffic.over_links(), -(-row_bytes // _ROW_UNIT) * _ROW_UNIT)
+        self._boxes = boxes = BoxLayout(
+            traffic.over_links(), -(-row_bytes // _ROW_UNIT) * _ROW_UNIT
+        )
         received = sum(line[rank] for line in traffic.rows)
         self._local_rows = max(1, min(received, _MOST_LOCAL_ROWS))
-        out_rows = max(sum(plan.sent(rank)), self._local_rows)
-        in_rows = max(sum(plan.received(rank)), self._local_rows)
-        self._outbox = buffer.empty((out_rows, plan.row_bytes), np.uint8)
-        self._inbox = buffer.empty((in_rows, plan.row_bytes), np.uint8)
+        out_rows = max(sum(boxes.sent(rank)), self._local_rows)
+        in_rows = max(sum(boxes.received(rank)), self._local_rows)
+        self._outbox = buffer.empty((out_rows, boxes.row_bytes), np.uint8)
+        self._inbox = buffer.empty((in_rows, boxes.row_bytes), np.uint8)
         mine = [box.data.ptr for box in (self._outbox, self._inbox)]
         every = comm.allgather([address - region.base for address in mine])
         bases = region.peer_base
         outboxes = [base + offsets[0] for base, offsets in zip(bases, every, strict=True)]
         inboxes = [base + offsets[1] for base, offsets in zip(bases, every, strict=True)]
-        wanted = {"local": plan.local(rank, self._local_rows, *mine)}
-        self.nbytes = {"local": max(comm.allgather(self._local_rows)) * plan.row_bytes}
-        if plan.traffic.wire_rows:
-            wanted["push"] = plan.push(rank, mine[0], inboxes)
-            wanted["pull"] = plan.pull(rank, outboxes, mine[1])
-            self.nbytes |= dict.fromkeys(("push", "pull"), plan.traffic.wire_rows * plan.row_bytes)
+        wanted = {"local": boxes.local(rank, self._local_rows, *mine)}
+        self.nbytes = {"local": max(comm.allgather(self._local_rows)) * boxes.row_bytes}
+        if boxes.traffic.wire_rows:
+            wanted["push"] = boxes.push(rank, mine[0], inboxes)
+            wanted["pull"] = boxes.pull(rank, outboxes, mine[1])
+            self.nbytes |= dict.fromkeys(
+                ("push", "pull"), boxes.traffic.wire_rows * boxes.row_bytes
+            )
         self.calls: dict[str, Callable[[], None]] = {
             name: kernel.launch(values, num_sms) if values["num_rows"] else _nothing
             for name, values in wanted.items()
@@ -205,8 +212,8 @@ class Ceiling:
             WrongResultError: On every rank.
         """
         self._outbox.fill(0xFF)
-        for other, rows in enumerate(self._plan.sent(self._rank)):
-            self._segment(self._outbox, self._plan.out_offset(self._rank, other), rows).fill(
+        for other, rows in enumerate(self._boxes.sent(self._rank)):
+            self._segment(self._outbox, self._boxes.out_offset(self._rank, other), rows).fill(
                 _mark(self._rank, other)
             )
         for name, call in self.calls.items():
@@ -228,15 +235,15 @@ class Ceiling:
         return sum(
             int(
                 (
-                    self._segment(self._inbox, self._plan.in_offset(other, self._rank), rows)
+                    self._segment(self._inbox, self._boxes.in_offset(other, self._rank), rows)
                     != _mark(other, self._rank)
                 ).sum()
             )
-            for other, rows in enumerate(self._plan.received(self._rank))
+            for other, rows in enumerate(self._boxes.received(self._rank))
         )
 
     def _segment(self, box: Any, offset: int, rows: int) -> Any:
-        begin = offset // self._plan.row_bytes
+        begin = offset // self._boxes.row_bytes
         return box[begin : begin + rows]
 
 

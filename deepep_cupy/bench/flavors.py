@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deepep_cupy import env
-from deepep_cupy.bench.timing import FLUSH_BYTES, CudaTimer, slowest
+from deepep_cupy.bench.timing import BUSY_FLUSHES, CudaTimer, slowest
 from deepep_cupy.engines.gpu.ptx_modules import PtxEntry, get_module, load_entry
 from deepep_cupy.jit.launch import Driver, Launch, Launchable
 from deepep_cupy.memory.cuda_ipc import open_region
@@ -28,7 +28,6 @@ __all__ = [
     "BulkEntry",
     "Copies",
     "Flavor",
-    "Flush",
     "Whole",
 ]
 
@@ -48,8 +47,6 @@ CHUNK_BYTES = 4096
 SHARED_BYTES = 16 * 4 * 3584
 """Dynamic shared memory of a block of bulk copies."""
 _LIMIT_NS = 5_000_000_000
-_FLUSHES = 3
-"""Before whole operations: the GPU is busy while Python prepares the call."""
 
 
 @dataclass(frozen=True)
@@ -121,28 +118,6 @@ class BulkEntry:
         return SHARED_BYTES
 
 
-class Flush:
-    """Empties L2 on the current device: ``ptx/l2_flush.sm_80.ptx`` on the current stream.
-
-    Args:
-        num_sms: SMs of the device.
-        nbytes: Written each time.
-    """
-
-    def __init__(self, num_sms: int, nbytes: int = FLUSH_BYTES) -> None:
-        import cupy
-
-        self._stream: Any = cupy.cuda.get_current_stream
-        self._scratch: Any = cupy.empty(nbytes, cupy.uint8)
-        loaded, entry = load_entry(get_module("l2_flush"), "l2_flush")
-        values = {"scratch": self._scratch.data.ptr, "num_words": nbytes // 16, "value": 0}
-        self._launch = Launch(loaded, entry, {}, grid=8 * num_sms, values=values)
-
-    def __call__(self) -> None:
-        """Launch it."""
-        self._launch(self._stream().ptr)
-
-
 class Copies:
     """One rank's memory, and copies to and from its neighbour. The constructor is collective.
 
@@ -151,7 +126,6 @@ class Copies:
         device: CUDA ordinal; it must be the current device.
         nbytes: Bytes of each copy, rounded up to whole chunks.
         barrier: Brings the ranks together on the current stream.
-        flush: Empties L2, on the current stream too.
         driver: Driver calls of launches; ``None`` for the real ones.
     """
 
@@ -161,7 +135,6 @@ class Copies:
         device: int,
         nbytes: int,
         barrier: Callable[[], object],
-        flush: Callable[[], object],
         driver: Driver | None = None,
     ) -> None:
         import cupy
@@ -171,8 +144,7 @@ class Copies:
         self._group, self._device, self._driver = group, device, driver
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         self._region = open_region(group, device, 3 * self.nbytes + 4096)
-        self._barrier, self._flush = barrier, flush
-        self._timer = CudaTimer(flush_bytes=0)
+        self._barrier, self._timer = barrier, CudaTimer()
         self._loaded: dict[str, tuple[Any, Launchable]] = {}
         self._ready: dict[tuple[bool, int], Launch] = {}
         self._failed = self._area(3, 4)
@@ -184,7 +156,7 @@ class Copies:
     def measure(self, kind: str, flavor: Flavor, num_sms: int, repeats: int) -> float:
         """Microseconds of one copy. Collective; all ranks get the slowest one's."""
         call = self._call(kind, flavor, num_sms)
-        timing = self._timer.measure(call, repeats=repeats, barrier=self._begin)
+        timing = self._timer.measure(call, repeats=repeats, barrier=self._barrier)
         return slowest(timing, self._group.allgather)
 
     def check(self, kind: str, flavor: Flavor, num_sms: int) -> bool:
@@ -204,10 +176,6 @@ class Copies:
     def close(self) -> None:
         """Collective."""
         self._region.close(self._meet)
-
-    def _begin(self) -> None:
-        self._flush()
-        self._barrier()
 
     def _meet(self) -> None:
         self._group.allgather(None)
@@ -278,7 +246,6 @@ class Whole:
         num_sms: Of each operation.
         tokens: A rank.
         hidden: Elements of a row, bfloat16.
-        num_sms_of_gpu: For the flush.
         allgather: Collective.
     """
 
@@ -290,7 +257,6 @@ class Whole:
         num_sms: int,
         tokens: int,
         hidden: int,
-        num_sms_of_gpu: int,
         allgather: Callable[[Any], list[Any]],
     ) -> None:
         import cupy
@@ -326,7 +292,7 @@ class Whole:
             y = buffer.empty(got.recv_x.shape, bf16)
             y.view("u1")[...] = got.recv_x.view("u1")
             self.buffers[loads], self._handles[loads], self._y[loads] = buffer, got.handle, y
-        self._flush, self._timer = Flush(num_sms_of_gpu), CudaTimer(flush_bytes=0)
+        self._timer = CudaTimer(flushes=BUSY_FLUSHES)
 
     def same_results(self) -> bool:
         """Whether both give the same bytes. Collective."""
@@ -353,14 +319,11 @@ class Whole:
         times: dict[str, list[float]] = {"coherent": [], "nc": []}
         for _ in range(2):
             for loads, found in times.items():
-                call, barrier = self._call(operation, loads), self.buffers[loads].barrier
-
-                def begin(barrier: Callable[[], None] = barrier) -> None:
-                    for _ in range(_FLUSHES):
-                        self._flush()
-                    barrier()
-
-                timing = self._timer.measure(call, repeats=-(-repeats // 2), barrier=begin)
+                timing = self._timer.measure(
+                    self._call(operation, loads),
+                    repeats=-(-repeats // 2),
+                    barrier=self.buffers[loads].barrier,
+                )
                 found += timing.microseconds
         medians = {loads: float(np.median(found)) for loads, found in times.items()}
         every = self._allgather(medians)

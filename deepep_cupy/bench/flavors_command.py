@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flavor, Flush, Whole
+from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flavor, Whole
+from deepep_cupy.bench.plots import colors, log_axis, need_matplotlib, new_figure
 from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import mpi, world
 from deepep_cupy.cli.table import columns
-from deepep_cupy.errors import ContractError, PlatformError
+from deepep_cupy.errors import ContractError
 
 __all__ = ["add_arguments", "run"]
 
@@ -74,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
                 f"got {getattr(args, name)}."
             )
     if args.plot is not None:
-        _pyplot()  # before minutes are spent
-    bench = _Bench(args)
-    results = bench.measure([] if args.no_copies else sms, whole_sms)
-    if bench.rank == 0:
+        need_matplotlib("flavors")
+    measuring = _Measuring(args)
+    results = measuring.measure([] if args.no_copies else sms, whole_sms)
+    if measuring.rank == 0:
         print(_report(results))
         if args.json is not None:
             args.json.write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -129,7 +130,7 @@ class Pair:
 
 @dataclass
 class Results:
-    """All figures, and what they were measured on."""
+    """All figures of ``bench flavors``, and what they were measured on."""
 
     gpu: str
     ranks: int
@@ -145,8 +146,8 @@ class Results:
         return asdict(self)
 
 
-class _Bench:
-    """What both parts share. Collective."""
+class _Measuring:
+    """Both parts on these ranks. All of it is collective."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -155,7 +156,7 @@ class _Bench:
         self.rank: int = self._comm.rank
 
     def measure(self, sms: Sequence[int], whole_sms: Sequence[int]) -> Results:
-        """Both parts."""
+        """Measure the copies by these numbers of SMs, and whole operations by those."""
         from deepep_cupy import Buffer
 
         args = self._args
@@ -205,8 +206,7 @@ class _Bench:
     def _measure_copies(
         self, results: Results, todo: Sequence[tuple[str, Flavor, int]], barrier: Any, device: int
     ) -> None:
-        flush = Flush(self._num_sms)
-        copies = Copies(self._group, device, results.nbytes, barrier, flush)
+        copies = Copies(self._group, device, results.nbytes, barrier)
         results.nbytes = copies.nbytes
         checked = set()
         for number, (kind, flavor, sms) in enumerate(todo):
@@ -228,7 +228,6 @@ class _Bench:
             num_sms=sms,
             tokens=args.tokens,
             hidden=args.hidden,
-            num_sms_of_gpu=self._num_sms,
             allgather=self._group.allgather,
         )
         if not whole.same_results():
@@ -245,7 +244,7 @@ class _Bench:
 
 
 def _report(results: Results) -> str:
-    """All tables, and the claim answered."""
+    """All tables, and whether the claim of 30 % was reached."""
     parts = [
         f"{results.ranks} ranks on {results.gpu}; medians of the slowest rank, L2 emptied, ranks "
         "begin together and all move at once"
@@ -315,36 +314,23 @@ def _claim(points: Sequence[Point]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------- plot
 
 
-def _pyplot() -> Any:
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise PlatformError(
-            f"bench flavors: --plot needs matplotlib ({error}); pip install matplotlib."
-        ) from error
-
-
 def _plot(results: Results, path: Path) -> None:
     """GB/s over SMs for each kind of copy, and what ``nc`` saves of whole operations."""
-    pyplot = _pyplot()
     kinds = [kind for kind in CLASSES if any(point.kind == kind for point in results.points)]
     panels = len(kinds) + bool(results.pairs)
     if not panels:
         return
-    figure, all_axes = pyplot.subplots(1, panels, figsize=(5.2 * panels, 4.6), squeeze=False)
+    figure = new_figure(5.2 * panels, 4.6)
+    all_axes = figure.subplots(1, panels, squeeze=False)
     for axes, kind in zip(all_axes[0], kinds, strict=False):
         points = [point for point in results.points if point.kind == kind]
-        axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+        axes.set_prop_cycle(color=colors())
         for name in dict.fromkeys(point.flavor for point in points):
             own = [point for point in points if point.flavor == name]
             style = "--" if name.startswith("bulk") else "-"
             axes.plot([p.sms for p in own], [p.gb_s for p in own], style, marker=".", label=name)
-        ticks = sorted({point.sms for point in points})
-        axes.set(xscale="log", xlabel="SMs", ylabel="GB/s a direction", title=kind)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
+        log_axis(axes, sorted({point.sms for point in points}))
+        axes.set(xlabel="SMs", ylabel="GB/s a direction", title=kind)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     if kinds:
@@ -360,4 +346,3 @@ def _plot(results: Results, path: Path) -> None:
     figure.suptitle(f"{results.ranks} ranks on {results.gpu}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -11,7 +11,7 @@ from typing import Any
 from deepep_cupy.bench.ceilings import Ceiling, CeilingKernel
 from deepep_cupy.bench.modes import Mode
 from deepep_cupy.bench.nccl import NcclExchange, Routes
-from deepep_cupy.bench.timing import CudaTimer, HostTimer, Timer, slowest
+from deepep_cupy.bench.timing import BUSY_FLUSHES, CudaTimer, HostTimer, Timer, slowest
 from deepep_cupy.bench.workload import Ranks, Workload, graph_calls
 from deepep_cupy.errors import DeepEPCupyError
 
@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 Step = Callable[[str], None]
-_FLUSHES = 3
-"""Writes of 256 MB before a call: together longer than the Python of any call."""
 _HOST_CALLS = 20
 
 
@@ -68,21 +66,21 @@ class Measurement:
 
     @property
     def wire_gb_s(self) -> float:
-        """Over that link."""
+        """GB/s over the busiest link."""
         return self.wire_bytes / self.us / 1e3
 
     @property
     def logical_gb_s(self) -> float:
-        """Into that rank."""
+        """GB/s into the busiest rank."""
         return self.logical_bytes / self.us / 1e3
 
     @property
     def ratio(self) -> float | None:
-        """Of the ceiling that is reached: 1 is as fast as bare copies."""
+        """The part of the ceiling that is reached: 1 is as fast as bare copies."""
         return None if self.floor_us is None else self.floor_us / self.us
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with all that follows from the rest."""
+        """All fields and the rates that follow from them, for JSON."""
         more = {"wire_gb_s": self.wire_gb_s, "logical_gb_s": self.logical_gb_s}
         return asdict(self) | more | {"ratio": self.ratio}
 
@@ -97,7 +95,7 @@ class Meter:
 
     def __init__(self, ranks: Ranks, repeats: int = 20) -> None:
         self._ranks, self._repeats = ranks, repeats
-        self._timer: Timer = CudaTimer(flushes=_FLUSHES) if ranks.gpu else HostTimer()
+        self._timer: Timer = CudaTimer(flushes=BUSY_FLUSHES) if ranks.gpu else HostTimer()
 
     def events(self, call: Callable[[], Any], barrier: Callable[[], Any]) -> float:
         """Microseconds between two events round the call (host engine: by its clock)."""
@@ -182,7 +180,7 @@ def ceilings_of(
 
 
 def count_ceilings(modes: Iterable[Mode]) -> int:
-    """How many there are at most: steps of a progress bar."""
+    """How many ceilings belong to these modes at most: steps of a progress bar."""
     modes = list(modes)
     ways = {way for mode in modes for way in _WAYS[mode.operation]}
     return 3 * len(ways) * len({mode.one_byte for mode in modes})
@@ -198,7 +196,7 @@ class Bytes:
 
 
 def bytes_of(load: Workload, mode: Mode) -> dict[str, Bytes]:
-    """For the way ``there`` and the way ``back``, as far as the mode goes them.
+    """What a call of this mode moves on the way ``there``, on the way ``back``, or on both.
 
     Bytes within a GPU count where they may bound the call: where nothing crosses a link, and in
     the expanded layout, whose rows are written (dispatch), or read and their sums written
@@ -225,7 +223,7 @@ def bytes_of(load: Workload, mode: Mode) -> dict[str, Bytes]:
 
 
 def floor_of(moved: dict[str, Bytes], rates: Rates, size: int) -> float | None:
-    """Microseconds that the ceilings take for it; None where there are none."""
+    """Microseconds that the ceilings take to move that much; None where none were measured."""
     total = 0.0
     for way, each in moved.items():
         name = "push" if way == "there" else "pull"
@@ -277,7 +275,7 @@ def measure_workload(
 def measure_nccl(
     load: Workload, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
 ) -> Measurement:
-    """The same rows by NCCL, checked before. Collective."""
+    """The rows of the load moved by NCCL, checked before. Collective."""
     bench, ranks = load.bench, load.ranks
     step("NCCL")
     routes = Routes(ranks.down(load.handle.send_row), load.traffic, ranks.rank)

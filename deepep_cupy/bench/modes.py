@@ -1,7 +1,7 @@
 """Ways to call dispatch and combine, by name, and which of them an engine has.
 
-A name is a base and features, ``cached+fp8``. An engine that learns a mode joins by itself: a name
-is taken where ``Engine.modes`` has all that it needs.
+A name is a base and features, ``cached+fp8``. It is measured where ``Buffer.modes`` has all that
+it needs, so that an engine which learns a mode is measured in it at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["DEFAULTS", "Mode", "available", "parse"]
+__all__ = ["DEFAULTS", "Mode", "available", "parse", "parse_any"]
 
 _NEEDS = {
     "no_wait": "no_wait",
@@ -35,7 +35,7 @@ DEFAULTS = {
     "combine": ("pool", "outside", "pool+per_rank"),
     "roundtrip": ("no_wait", "uncached", "cached"),
 }
-"""What is measured where nothing is said, as far as the engine has it."""
+"""Operation → modes that are measured when none is named, as far as the engine has them."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,23 @@ def parse(operation: str, text: str) -> Mode:
     return Mode(operation, base, chosen)
 
 
+def parse_any(text: str) -> Mode:
+    """The mode of a name of dispatch or of combine: their bases differ.
+
+    Raises:
+        ValueError: Neither has it.
+    """
+    return parse("combine" if text.partition("+")[0] in _BASES["combine"] else "dispatch", text)
+
+
 def available(
     modes: Iterable[Mode], engine_modes: frozenset[str], dtype: str
 ) -> tuple[list[Mode], dict[str, str]]:
-    """Those that can be measured, and why the others cannot.
+    """Split modes into those that can be measured and, by name, why the others cannot.
 
     Args:
         modes: Wanted.
-        engine_modes: ``Engine.modes``.
+        engine_modes: ``modes`` of a Buffer on this engine.
         dtype: Of the rows.
     """
     taken, left = [], {}

@@ -1,4 +1,4 @@
-"""What a bench shows: a bar, a table, JSON, a picture. Rank 0 alone."""
+"""What a bench of operations shows on rank 0: a progress bar, a table, JSON, a picture."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 from deepep_cupy._version import __version__
 from deepep_cupy.bench.measure import Measurement
+from deepep_cupy.bench.plots import colors, log_axis, new_figure
 from deepep_cupy.bench.workload import Ranks, Shape
 from deepep_cupy.cli.progress import Progress
+from deepep_cupy.cli.table import columns
 
-__all__ = ["Report", "Steps", "heading", "table"]
+__all__ = ["BenchReport", "Steps", "heading", "table"]
 
 _PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "mpi4py")
 
@@ -28,24 +30,29 @@ METHOD = {
 
 
 class Steps:
-    """Steps of a bench on a bar."""
+    """Steps of a bench on a progress bar.
+
+    Args:
+        total: Steps.
+        shown: Whether this rank draws the bar.
+    """
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._bar = Progress(total, shown=shown)
         self._done = 0
 
     def __call__(self, what: str) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._bar.update(self._done, what)
         self._done += 1
 
     def clear(self) -> None:
-        """All is done."""
+        """Wipe the bar: all is done."""
         self._bar.clear()
 
 
 def heading(command: str, shape: Shape, ranks: Ranks, tokens: str) -> str:
-    """What is measured, and on what."""
+    """One line: what is measured, and on which ranks."""
     size, gpus = ranks.size, len(set(ranks.gpus))
     where = f"{size} rank{'s' * (size > 1)}"
     if ranks.gpu:
@@ -78,32 +85,32 @@ _BYTES = ("wire MB", "wire GB/s", "logical GB/s")
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Columns that have something to say; numbers flush right. Few tokens are about time alone:
-    where there are several numbers of them, nothing is said of bytes."""
-    columns = dict(_COLUMNS)
+    """Lay out measurements; numbers flush right, columns without a value left out.
+
+    Rows of several numbers of tokens are about time: the columns of bytes are left out.
+    """
+    wanted = dict(_COLUMNS)
     if len({row.num_tokens for row in rows}) > 1:
-        columns = {name: get for name, get in columns.items() if name not in _BYTES}
-        columns["what"] = name_of
+        wanted = {name: get for name, get in wanted.items() if name not in _BYTES}
+        wanted["what"] = name_of
     else:
-        del columns["T"]
-    shown = []
-    for name, get in columns.items():
+        del wanted["T"]
+    shown: dict[str, list[str]] = {}
+    for name, get in wanted.items():
         cells = [_cell(get(row)) for row in rows]
         if all(cell == "-" for cell in cells):
             continue
-        width = max(map(len, [name, *cells]))
-        words = name == "what"
-        shown.append([c.ljust(width) if words else c.rjust(width) for c in [name, *cells]])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*shown, strict=True))
+        shown[name] = cells
+    return columns(list(shown), list(zip(*shown.values(), strict=True)), words={"what"})
 
 
 def name_of(row: Measurement) -> str:
-    """What it is, where rows of several operations stand together."""
+    """The name of a row among rows of several operations."""
     return row.what if row.kind != "call" else f"{row.operation} {row.what}"
 
 
 def _cell(value: Any) -> str:
-    """Three digits that mean something, or all before the point."""
+    """A number with three significant digits, or with all before the point; None as ``-``."""
     if value is None:
         return "-"
     if not isinstance(value, float):
@@ -114,8 +121,8 @@ def _cell(value: Any) -> str:
 # --------------------------------------------------------------------------------------- report
 
 
-class Report:
-    """Everything that was found.
+class BenchReport:
+    """Rows and notes of one bench: as text, as JSON, as a picture.
 
     Args:
         command: ``dispatch`` and so on.
@@ -215,20 +222,15 @@ _STYLES = {"call": "-", "ceiling": "--", "baseline": ":"}
 def plot(rows: Sequence[Measurement], title: str, path: Path) -> None:
     """Times over SMs, or over tokens where there are several, or as bars where there is one of
     each; ceilings are dashed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     over_tokens = len({row.num_tokens for row in rows}) > 1
     at = _COLUMNS["T" if over_tokens else "SMs"]
     ticks = sorted({at(row) for row in rows} - {None})
-    figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 5)
+    figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     if len(ticks) > 1:
         _lines(axes, rows, at, graphs=over_tokens)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
+        log_axis(axes, ticks, base=2)
         axes.set_xlabel("tokens a rank" if over_tokens else "SMs")
         axes.set_ylabel("µs")
         axes.set_ylim(bottom=0)
@@ -237,15 +239,13 @@ def plot(rows: Sequence[Measurement], title: str, path: Path) -> None:
         _bars(axes, rows)
     axes.set_title(title, fontsize=8, wrap=True)
     axes.grid(alpha=0.3)
-    figure.savefig(path)
+    figure.savefig(path, dpi=130)
 
 
 def _lines(
     axes: Any, rows: Sequence[Measurement], at: Callable[[Measurement], Any], *, graphs: bool
 ) -> None:
-    from matplotlib import colormaps
-
-    axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])  # no two lines alike
+    axes.set_prop_cycle(color=colors())  # no two lines alike
     for name in dict.fromkeys(name_of(row) for row in rows):
         points = [row for row in rows if name_of(row) == name]
         style = _STYLES[points[0].kind]

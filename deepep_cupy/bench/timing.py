@@ -2,7 +2,8 @@
 
 ``CudaTimer`` puts CUDA events around each call, behind a write to more memory than the L2 cache
 holds and, where one is given, a barrier of the ranks, so that all begin together with cold caches.
-``graph`` captures many calls in one graph and divides: what Python and launches cost is left out.
+``capture`` and ``replay`` time a graph of many calls and divide: what Python and launches cost is
+left out.
 ``HostTimer`` does the same with the host's clock, for the engine that has no GPU.
 """
 
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Captured", "CudaTimer", "HostTimer", "Timer", "Timing", "slowest"]
+__all__ = ["BUSY_FLUSHES", "Captured", "CudaTimer", "HostTimer", "Timer", "Timing", "slowest"]
 
 Call = Callable[[], object]
-FLUSH_BYTES = 256 << 20
-"""Written before each call; no L2 cache of today is larger."""
+BUSY_FLUSHES = 3
+"""Writes before a call that keep the GPU busy longer than the Python of any operation takes."""
+_FLUSH_BYTES = 256 << 20
+"""One write; no L2 cache of today is larger."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,18 @@ class CudaTimer:
     The first event is recorded right before the call. It says when the call began only where the
     GPU is still busy with what lies before when the kernel is launched; else the time of Python's
     part of the call is in it. Where the host waits in each call, nothing but the writes that empty
-    the cache keeps the GPU busy meanwhile: several of them, on a slow host.
+    the cache keeps the GPU busy meanwhile: ``BUSY_FLUSHES`` of them are enough.
 
     Args:
-        flush_bytes: Written before each call to empty the L2 cache; 0: not at all.
-        flushes: How often.
+        flushes: How often 256 MB are written before each call to empty the L2 cache.
     """
 
-    def __init__(self, flush_bytes: int = FLUSH_BYTES, flushes: int = 1) -> None:
+    def __init__(self, flushes: int = 1) -> None:
         import cupy
 
         self._cuda: Any = cupy.cuda
         self._flushes = flushes
-        self._flush: Any = cupy.empty(flush_bytes, cupy.uint8) if flush_bytes else None
+        self._flush: Any = cupy.empty(_FLUSH_BYTES, cupy.uint8)
 
     def measure(
         self, call: Call, *, repeats: int = 20, warmup: int = 3, barrier: Call | None = None
@@ -119,9 +121,8 @@ class CudaTimer:
         pairs = []
         for _ in range(warmup + repeats):
             begin, end = self._cuda.Event(), self._cuda.Event()
-            if self._flush is not None:
-                for _ in range(self._flushes):
-                    self._flush.data.memset_async(0, self._flush.nbytes, stream)
+            for _ in range(self._flushes):
+                self._flush.data.memset_async(0, self._flush.nbytes, stream)
             if barrier is not None:
                 barrier()
             begin.record(stream)
@@ -180,19 +181,6 @@ class CudaTimer:
                 barrier=barrier,
             )
         return Timing(tuple(each / captured.calls for each in timing.microseconds))
-
-    def graph(
-        self,
-        call: Call,
-        *,
-        calls: int = 20,
-        repeats: int = 20,
-        warmup: int = 3,
-        barrier: Call | None = None,
-    ) -> Timing:
-        """``capture`` and ``replay``."""
-        captured = self.capture(call, calls=calls, barrier=barrier)
-        return self.replay(captured, repeats=repeats, warmup=warmup, barrier=barrier)
 
 
 def slowest(timing: Timing, allgather: Callable[[float], list[float]]) -> float:

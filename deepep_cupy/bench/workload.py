@@ -1,6 +1,6 @@
 """What a bench measures on: ranks, a Buffer, rows, and every way to call it.
 
-Whatever is timed is checked before and after: rows say where they come from (``bench_rows``).
+Whatever is timed is checked before and after: rows say where they come from (``bench.rows``).
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ import numpy as np
 from deepep_cupy import Buffer
 from deepep_cupy.bench.modes import Mode
 from deepep_cupy.bench.routing import choose
-from deepep_cupy.bench.traffic import (
-    SCALE_GROUP,
-    Traffic,
+from deepep_cupy.bench.rows import (
     WrongResultError,
-    choices_per_rank,
     copies_of,
     fill,
     pattern,
-    row_bytes,
-    rows_per_rank,
     sources,
     wrong_rows,
     wrong_sums,
 )
-from deepep_cupy.reference.quant import quantize
+from deepep_cupy.bench.traffic import Traffic, choices_per_rank, row_bytes, rows_per_rank
+from deepep_cupy.reference.quant import num_groups, quantize
 
 __all__ = ["Bench", "Ranks", "Shape", "Workload", "graph_calls"]
 
@@ -50,9 +46,9 @@ class Shape:
         num_topk: K.
         num_experts: E, rounded up to a multiple of the ranks.
         dtype: Name of the row dtype.
-        routing: See ``routing_patterns.choose``.
-        exponent: See there.
-        num_hot: See there.
+        routing: Which experts tokens choose: one of ``bench.routing.ROUTINGS``.
+        exponent: Of Zipf's law, for ``zipf``.
+        num_hot: Experts that are ever chosen, for ``k-hot``; None: K.
         seed: Of choices and weights.
     """
 
@@ -87,7 +83,7 @@ class Ranks:
 
     Args:
         comm: mpi4py communicator.
-        engine: ``"auto"``, ``"cuda"`` or ``"host"``; afterwards what it came to be.
+        engine: ``"auto"``, ``"cuda"`` or ``"host"``; after ``settle`` the one that was chosen.
 
     Attributes:
         gpu: True on the cuda engine.
@@ -125,7 +121,7 @@ class Ranks:
         return self.xp.asarray(array) if self.gpu else array
 
     def down(self, array: Any) -> Any:
-        """The same values as a NumPy array."""
+        """An array of the engine as a NumPy array."""
         return array.get() if hasattr(array, "get") else array
 
     def rows(self, count: int, nbytes: int, dtype: Any) -> Any:
@@ -142,10 +138,10 @@ class Ranks:
         return float(max(self.comm.allgather(value)))
 
     def agree_on_zero(self, what: str, wrong: int) -> None:
-        """Collective.
+        """Collective. Do nothing where every rank counted 0 wrong rows.
 
         Raises:
-            WrongResultError: On every rank, where one counted something wrong.
+            WrongResultError: On every rank, where one counted more.
         """
         every = self.comm.allgather(wrong)
         if any(every):
@@ -204,7 +200,8 @@ class Bench:
 
     @property
     def runtime(self) -> Any:
-        """The inside of a cuda engine: grids and memory are all that a bench knows of it."""
+        """What a cuda engine works with. A bench reads ``grids.most``, the SMs of an operation,
+        and ``memory.region``, the symmetric memory; no public name gives them."""
         engine: Any = self.buffer._engine
         return engine._runtime
 
@@ -240,7 +237,10 @@ class Workload:
 
     Attributes:
         traffic: Rows from rank to rank in a dispatch.
-        choices: The same of the expanded layout.
+        choices: Rows from rank to rank in a dispatch to the expanded layout.
+        handle: Of a dispatch in the plain layout.
+        inside: Rows for combine in the Buffer's own memory.
+        sources: (rank, token) of each of these rows.
     """
 
     def __init__(self, bench: Bench, num_tokens: int) -> None:
@@ -287,12 +287,11 @@ class Workload:
 
     @property
     def fp8(self) -> Any:
-        """FP8 rows and their scales; bytes like others."""
+        """FP8 rows and their scales, both filled with bytes that say where they come from."""
         if self._fp8 is None:
             ranks, hidden = self.ranks, self.bench.shape.hidden
-            groups = -(-hidden // SCALE_GROUP)
             rows = ranks.rows(self.num_tokens, hidden, np.uint8)
-            scales = ranks.rows(self.num_tokens, 4 * groups, np.float32)
+            scales = ranks.rows(self.num_tokens, 4 * num_groups(hidden), np.float32)
             fill(ranks.xp, rows, ranks.rank, _BYTE_SALT)
             fill(ranks.xp, scales, ranks.rank, _SCALE_SALT)
             self._fp8 = rows.view(np.dtype(ml_dtypes.float8_e4m3fn)), scales
@@ -415,7 +414,7 @@ class Workload:
         self.ranks.agree_on_zero(what, wrong)
 
     def _wrong_casts(self, rows: Any, scales: Any, at: Any, ranks: Any, tokens: Any) -> int:
-        """A few rows against the reference."""
+        """How many of a few rows differ from the reference's cast."""
         if not len(at):
             return 0
         down, shape = self.ranks.down, self.bench.shape

@@ -220,9 +220,9 @@ def play_gpus(gpus):
     HostEngine.device = property(lambda engine: 0)
     HostEngine.empty = lambda engine, shape, dtype: region.empty(shape, dtype)
     cuda_ipc.device_uuid = lambda device: f"GPU-{COMM.rank % gpus}"
-    from deepep_cupy.bench import runs as bench_moves
+    from deepep_cupy.bench import runs
 
-    bench_moves.CeilingKernel = Kernel
+    runs.CeilingKernel = Kernel
     return region
 
 

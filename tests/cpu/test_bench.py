@@ -11,22 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.bench.ceilings import Plan, spread
+from deepep_cupy.bench.ceilings import BoxLayout, spread
 from deepep_cupy.bench.measure import Bytes, Measurement, bytes_of, count_ceilings, floor_of
 from deepep_cupy.bench.modes import DEFAULTS, available, parse
 from deepep_cupy.bench.nccl import Routes
 from deepep_cupy.bench.routing import ROUTINGS, choose
-from deepep_cupy.bench.traffic import (
-    Traffic,
-    choices_per_rank,
-    copies_of,
-    fill,
-    pattern,
-    row_bytes,
-    rows_per_rank,
-    wrong_rows,
-    wrong_sums,
-)
+from deepep_cupy.bench.rows import copies_of, fill, pattern, wrong_rows, wrong_sums
+from deepep_cupy.bench.traffic import Traffic, choices_per_rank, row_bytes, rows_per_rank
 from deepep_cupy.bench.workload import Shape
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.reference.quant import num_groups
@@ -223,20 +214,20 @@ def run_kernel(values):
 def test_boxes_of_all_ranks(way):
     """Every segment of every outbox arrives in its place of an inbox."""
     traffic = Traffic.of([[0, 2, 3], [1, 0, 0], [4, 5, 0]], "abc")
-    plan, size = Plan(traffic, 16), 16
+    layout, size = BoxLayout(traffic, 16), 16
     ranks = range(3)
-    outboxes = [np.zeros(max(1, sum(plan.sent(rank))) * size, np.uint8) for rank in ranks]
-    inboxes = [np.zeros(max(1, sum(plan.received(rank))) * size, np.uint8) for rank in ranks]
+    outboxes = [np.zeros(max(1, sum(layout.sent(rank))) * size, np.uint8) for rank in ranks]
+    inboxes = [np.zeros(max(1, sum(layout.received(rank))) * size, np.uint8) for rank in ranks]
     for source, destination in itertools.product(ranks, ranks):
-        begin = plan.out_offset(source, destination)
+        begin = layout.out_offset(source, destination)
         end = begin + traffic.rows[source][destination] * size
         outboxes[source][begin:end] = 16 * source + destination + 1
     addresses = [[box.ctypes.data for box in boxes] for boxes in (outboxes, inboxes)]
     for rank in ranks:
         if way == "push":
-            run_kernel(plan.push(rank, addresses[0][rank], addresses[1]))
+            run_kernel(layout.push(rank, addresses[0][rank], addresses[1]))
         else:
-            run_kernel(plan.pull(rank, addresses[0], addresses[1][rank]))
+            run_kernel(layout.pull(rank, addresses[0], addresses[1][rank]))
     for rank in ranks:
         want = [
             np.full(traffic.rows[source][rank] * size, 16 * source + rank + 1, np.uint8)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import ranks as start
+from deepep_cupy.bench import options as bench_options
+from deepep_cupy.bench import plots
 from deepep_cupy.bench import report as bench_output
-from deepep_cupy.bench import runs as bench_options
 from deepep_cupy.bench.measure import Measurement, Meter
-from deepep_cupy.bench.modes import parse
-from deepep_cupy.bench.report import Report, heading, plot, table
-from deepep_cupy.bench.runs import parse_any
+from deepep_cupy.bench.modes import parse, parse_any
+from deepep_cupy.bench.report import BenchReport, heading, plot, table
 from deepep_cupy.bench.workload import Shape
 from deepep_cupy.cli import main
 from deepep_cupy.errors import ContractError, PlatformError
@@ -86,7 +86,7 @@ def test_heading():
 
 
 def test_report():
-    report = Report("dispatch", Shape(), Ranks(), 20)
+    report = BenchReport("dispatch", Shape(), Ranks(), 20)
     report.rows += [*ROWS, row("no_wait", note="no graph: RuntimeError")]
     report.note("NCCL is not installed")
     report.note("NCCL is not installed")
@@ -94,13 +94,13 @@ def test_report():
     assert lines[0].startswith("bench dispatch: 4096 tokens")
     assert lines[-2:] == ["NCCL is not installed", "dispatch no_wait: no graph: RuntimeError"]
     assert "median of 20" in lines[-3]
-    assert "host engine: times by the host's clock alone" in Report(
+    assert "host engine: times by the host's clock alone" in BenchReport(
         "dispatch", Shape(), Ranks(gpu=False), 20
     ).text()  # fmt: skip
 
 
 def test_json(tmp_path, capsys):
-    report = Report("dispatch", Shape(num_experts=255), Ranks(gpu=False), 20)
+    report = BenchReport("dispatch", Shape(num_experts=255), Ranks(gpu=False), 20)
     report.rows += ROWS
     report.publish(tmp_path / "x.json", None)
     read = json.loads((tmp_path / "x.json").read_text())
@@ -115,7 +115,7 @@ def test_json(tmp_path, capsys):
 
 
 def test_only_rank_0_speaks(tmp_path, capsys):
-    report = Report("dispatch", Shape(), Ranks(rank=1), 20)
+    report = BenchReport("dispatch", Shape(), Ranks(rank=1), 20)
     report.rows += ROWS
     report.publish(tmp_path / "x.json", tmp_path / "x.png")
     assert capsys.readouterr().out == ""
@@ -170,7 +170,7 @@ def test_options_are_checked_before_anything_runs(words, said):
 
 
 def test_a_plot_needs_matplotlib(monkeypatch):
-    monkeypatch.setattr(bench_options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlatformError, match="--plot needs matplotlib"):
         bench_options.check_common("dispatch", options("--plot", "x.png"))
 

@@ -16,7 +16,7 @@ import pytest
 from deepep_cupy.bench import command as bench
 from deepep_cupy.bench import flavors
 from deepep_cupy.bench import flavors_command as bench_flavors
-from deepep_cupy.bench.flavors import CLASSES, FLAVORS, SHARED_BYTES, Copies, Flush
+from deepep_cupy.bench.flavors import CLASSES, FLAVORS, SHARED_BYTES, Copies
 from deepep_cupy.bench.flavors_command import Pair, Point, Results
 from deepep_cupy.cli import main
 from deepep_cupy.jit.compile import Loaded
@@ -37,6 +37,7 @@ class FakeGpu:
         self.world = World(SIZE, num_gpus=1)
         self.size, self.num_threads, self.lock = size, num_threads, threading.RLock()
         self.programs, self.launched, self.clock = [], [], 0.0
+        self.flushed = lambda: None
         stream = types.SimpleNamespace(ptr=0, synchronize=lambda: None)
         gpu = self
 
@@ -58,7 +59,7 @@ class FakeGpu:
             arange=np.arange,
             ndarray=lambda shape, dtype, memptr: self.view(memptr, shape[0]).view(dtype),
             empty=lambda nbytes, dtype: types.SimpleNamespace(
-                data=types.SimpleNamespace(ptr=0x200), nbytes=nbytes
+                data=types.SimpleNamespace(memset_async=lambda *_: gpu.flushed()), nbytes=nbytes
             ),
         )
         monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -109,8 +110,8 @@ def group_of(rank=0, size=1, allgather=lambda value: [value]):
     return types.SimpleNamespace(rank=rank, size=size, allgather=allgather)
 
 
-def make(gpu, group, barrier=lambda: None, flush=lambda: None):
-    return Copies(group, 0, AREA - 100, barrier, flush, driver=gpu)
+def make(gpu, group, barrier=lambda: None):
+    return Copies(group, 0, AREA - 100, barrier, driver=gpu)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.name)
@@ -174,7 +175,8 @@ def test_a_wrong_copy_is_told(monkeypatch):
 
 def test_each_timed_copy_begins_with_a_flush_and_a_barrier(monkeypatch):
     gpu, order = FakeGpu(monkeypatch), []
-    copies = make(gpu, group_of(), lambda: order.append("barrier"), lambda: order.append("flush"))
+    copies = make(gpu, group_of(), lambda: order.append("barrier"))
+    gpu.flushed = lambda: order.append("flush")
     order.clear()
     us = copies.measure("pull", FLAVORS[0], 3, repeats=4)
     assert us == 500.0
@@ -182,23 +184,12 @@ def test_each_timed_copy_begins_with_a_flush_and_a_barrier(monkeypatch):
     assert gpu.launched == [("copy_flavor", 3, 512, 0)] * 7
 
 
-def test_the_flush_covers_its_scratch(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    launch = flavors.Launch
-    monkeypatch.setattr(flavors, "Launch", lambda *a, **k: launch(*a, **k, driver=gpu))
-    gpu.view(0x200, 0x440)[:] = 1
-    Flush(4, nbytes=0x400)()
-    assert gpu.launched == [("l2_flush", 32, 256, 0)]
-    assert not gpu.view(0x200, 0x400).any()
-    assert gpu.view(0x600, 0x40).all()
-
-
 def test_whole_operations_are_timed_in_turns(monkeypatch):
     """On the host engine, one rank: the calls, the order, and the comparison of results."""
     mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
     import deepep_cupy
     from deepep_cupy import env
-    from deepep_cupy.bench.timing import HostTimer
+    from deepep_cupy.bench.timing import BUSY_FLUSHES, HostTimer
 
     made, order = [], []
     real = deepep_cupy.Buffer
@@ -209,9 +200,17 @@ def test_whole_operations_are_timed_in_turns(monkeypatch):
 
     monkeypatch.setattr(deepep_cupy, "Buffer", buffer)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=np.asarray))
-    monkeypatch.setattr(flavors, "CudaTimer", lambda flush_bytes: HostTimer())
-    monkeypatch.setattr(flavors, "Flush", lambda num_sms: lambda: order.append("flush"))
-    sizes = {"tokens": 5, "hidden": 32, "num_sms": 4, "num_sms_of_gpu": 8}
+
+    class Timer(HostTimer):
+        def __init__(self, flushes):
+            assert flushes == BUSY_FLUSHES
+
+        def measure(self, call, **options):
+            order.append(options["barrier"].__self__)
+            return super().measure(call, **options)
+
+    monkeypatch.setattr(flavors, "CudaTimer", Timer)
+    sizes = {"tokens": 5, "hidden": 32, "num_sms": 4}
     whole = flavors.Whole(mpi.COMM_WORLD, path="ldst", allgather=lambda value: [value], **sizes)
     assert made == [("coherent", "ldst", 4), ("nc", "ldst", 4)]
     assert whole.same_results()
@@ -219,7 +218,7 @@ def test_whole_operations_are_timed_in_turns(monkeypatch):
         times = whole.measure(operation, 4)
         assert set(times) == {"coherent", "nc"}
         assert min(times.values()) > 0
-    assert len(order) == 3 * 2 * 2 * (3 + 2) * flavors._FLUSHES
+    assert order == [whole.buffers["coherent"], whole.buffers["nc"]] * 2 * 3
     whole._y["nc"].view("u1")[0, 0] ^= 1
     assert not whole.same_results()
     whole.close()

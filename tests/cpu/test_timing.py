@@ -99,12 +99,14 @@ def test_several_flushes_cover_a_slow_host(stream):
 
 
 def test_without_flush(stream):
-    CudaTimer(0).measure(lambda: stream.work("call", 7), repeats=1, warmup=0)
+    CudaTimer(flushes=0).measure(lambda: stream.work("call", 7), repeats=1, warmup=0)
     assert stream.log == ["call", "synchronize"]
 
 
 def test_a_graph_is_captured_once_and_divided(stream):
-    timing = CudaTimer(0).graph(lambda: stream.work("call", 7), calls=4, repeats=3, warmup=0)
+    timer = CudaTimer(flushes=0)
+    captured = timer.capture(lambda: stream.work("call", 7), calls=4)
+    timing = timer.replay(captured, repeats=3, warmup=0)
     assert timing.microseconds == pytest.approx((10, 10, 10))
     assert stream.log[1:] == [
         "begin", "call", "call", "call", "call", "end", "launch", "launch", "launch",
@@ -113,12 +115,12 @@ def test_a_graph_is_captured_once_and_divided(stream):
 
 
 def test_the_ranks_meet_before_a_capture_and_before_each_launch(stream):
-    captured = CudaTimer(0).capture(
+    captured = CudaTimer(flushes=0).capture(
         lambda: stream.work("call", 7), calls=2, barrier=lambda: stream.work("barrier", 100)
     )
     assert stream.log == ["synchronize", "barrier", "synchronize", "begin", "call", "call", "end"]
     stream.log.clear()
-    timing = CudaTimer(0).replay(
+    timing = CudaTimer(flushes=0).replay(
         captured, repeats=2, warmup=0, barrier=lambda: stream.work("barrier", 100)
     )
     assert timing.microseconds == pytest.approx((20, 20))

@@ -1,6 +1,6 @@
 """The rows of ``bench``, which say where they come from, for the workers."""
 
-from deepep_cupy.bench.traffic import (
+from deepep_cupy.bench.rows import (
     as_words,
     copies_of,
     fill,

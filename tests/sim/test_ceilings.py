@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepep_cupy.bench.ceilings import Plan
+from deepep_cupy.bench.ceilings import BoxLayout
 from deepep_cupy.bench.traffic import Traffic
 from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.jit.launch import Packed
@@ -27,10 +27,10 @@ def copied(kernel, rows, row_bytes, grid, seed):
     machine.write(0, OP, region, 0, outbox.tobytes())
     machine.mark(0, OP, region, at, nbytes, Use.OUTPUT, OP)
     # Rank 0 sends to three ranks; here their inboxes lie behind each other in its own memory.
-    plan = Plan(Traffic.of([rows, [0] * RANKS, [0] * RANKS], range(RANKS)), row_bytes)
+    boxes = BoxLayout(Traffic.of([rows, [0] * RANKS, [0] * RANKS], range(RANKS)), row_bytes)
     base = machine.address(0, region, 0)
-    inboxes = [base + at + plan.out_offset(0, other) for other in range(RANKS)]
-    values = plan.push(0, base, inboxes)
+    inboxes = [base + at + boxes.out_offset(0, other) for other in range(RANKS)]
+    values = boxes.push(0, base, inboxes)
     spec = get_kernel(kernel)
     packed = Packed(spec.layout(SHAPE.constants), {"d": values}, kernel)
     path, threads = library(SHAPE, kernel), spec.num_threads(SHAPE.constants)
