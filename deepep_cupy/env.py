@@ -46,11 +46,6 @@ class Variable:
     doc: str
     choices: tuple[str, ...] = ()
 
-    @property
-    def type(self) -> str:
-        """How the README shows what may be written: the choices, or ``text``."""
-        return " | ".join(self.choices) if self.choices else "text"
-
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
