@@ -8,11 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepep_cupy.protocol.control_block import (
+    ABORT_LATE_SHIFT,
+    ABORT_REPORTER_SHIFT,
+    DETAIL_WORDS,
     MAX_BLOCKS,
     NUM_RECORDS,
     RECORD_HEAD,
+    RECORD_WORDS,
+    AbortFlag,
     ControlLayout,
+    Phase,
     ReportLayout,
+    Verdict,
     align,
     header_words,
 )
@@ -29,13 +36,12 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     dtype_code,
 )
+from deepep_cupy.protocol.routing import SCALE_GROUP
 
 __all__ = ["KernelShape", "kernel_constants", "shared_memory_limit"]
 
 SHARED_HEAD = 3072
 """Bytes of shared memory before the stages: headers, counters, mbarriers."""
-SCALE_GROUP = 128
-"""Channels that share a scale."""
 CAST_UNIT = 4 * SCALE_GROUP
 """A row that is cast on its way is cut at multiples of so many channels: the scales of a piece are
 whole words, packed four to a word or not."""
@@ -142,6 +148,9 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
         "kReportRecordHead": RECORD_HEAD,
         "kReportRows": report.rows,
         "kReportExperts": report.experts,
+        "kNumDetails": len(DETAIL_WORDS),
+        "kAbortLateShift": ABORT_LATE_SHIFT,
+        "kAbortReporterShift": ABORT_REPORTER_SHIFT,
         "kDispatchStages": stages,
         "kDispatchStageBytes": shape.dispatch_stage_bytes,
         "kDispatchSharedBytes": SHARED_HEAD,
@@ -163,6 +172,11 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
         "kExpandSharedBytes": 128 * shape.num_warps,
     }
     constants |= {f"kWord{_camel(word)}": index for index, word in enumerate(WORDS)}
+    constants |= {f"kRecord{_camel(word)}": index for index, word in enumerate(RECORD_WORDS)}
+    constants |= {f"kDetail{_camel(word)}": index for index, word in enumerate(DETAIL_WORDS)}
+    constants |= {f"k{_camel(verdict.name)}": int(verdict) for verdict in Verdict}
+    constants |= {f"kPhase{_camel(phase.name)}": int(phase) for phase in Phase}
+    constants |= {f"kAbort{_camel(str(flag.name))}": int(flag) for flag in AbortFlag}
     constants |= {f"kKind{_camel(kind.name)}": int(kind) for kind in Kind}
     constants |= {f"kLayout{_camel(layout.name)}": int(layout) for layout in Layout}
     constants |= {f"kFlag{_camel(str(flag.name))}": int(flag) for flag in LayoutFlag}

@@ -14,7 +14,7 @@ Control block (device memory, start of each rank's region; peers write into the 
     failures     4  records written to the report so far             this rank's kernels
     claimed      4  1 once a thread owns the details of a failure    this rank's kernels
     details     64  what that thread was waiting for                 this rank's kernels
-    abort        4  why to stop: flags | late << 8 | reporter << 16  peers and this rank
+    abort        4  why to stop: ``AbortFlag``s and ranks            peers and this rank
     headers      2 x R x (words + R) x 8   (epoch << 32 | value)     peers, by epoch parity
     arrived      2 x R x 8                 (epoch << 32 | status)    peers, by epoch parity
     partials     blocks x (R + 1) x 8      (epoch << 32 | rows, bad) this rank's blocks
@@ -28,18 +28,36 @@ Report (page-locked host memory, one per Buffer)::
     0        records written so far                                  after each record
     1        serial of an operation that found the Buffer busy       on conflict
     2        unused
-    8        4 records of RECORD_WORDS words, the last four failures on failure
+    8        4 records, the last four failures                       on failure
     then     R words (serial << 32 | rows from that rank)            dispatch, on GO
     then     E / R words (serial << 32 | rows for that expert)       dispatch, on GO
+
+A record is ``RECORD_WORDS``, room up to ``RECORD_HEAD``, and all ranks' headers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum, IntFlag
 
 from deepep_cupy.protocol.headers import WORDS
 
-__all__ = ["MAX_BLOCKS", "NUM_RECORDS", "ControlLayout", "ReportLayout", "align", "header_words"]
+__all__ = [
+    "ABORT_LATE_SHIFT",
+    "ABORT_REPORTER_SHIFT",
+    "DETAIL_WORDS",
+    "MAX_BLOCKS",
+    "NUM_RECORDS",
+    "RECORD_HEAD",
+    "RECORD_WORDS",
+    "AbortFlag",
+    "ControlLayout",
+    "Phase",
+    "ReportLayout",
+    "Verdict",
+    "align",
+    "header_words",
+]
 
 LINE = 128
 """Words that different parties write lie on different lines."""
@@ -49,6 +67,54 @@ NUM_RECORDS = 4
 """Failure records kept."""
 RECORD_HEAD = 16
 """Words of a record before the headers."""
+DETAIL_WORDS = ("phase", "peer", "expected", "seen", "block")
+"""What the thread that gave up first was waiting for: the ``Phase``, the rank, the word's wanted
+and its last value, and the thread's block."""
+RECORD_WORDS = ("verdict", "serial", "kind", "epoch", "abort", *DETAIL_WORDS)
+"""First words of a record: the ``Verdict``, which operation, the abort word, and the details."""
+ABORT_LATE_SHIFT = 8
+"""Where the bits of an abort word begin that say which ranks are late, one bit a rank."""
+ABORT_REPORTER_SHIFT = 16
+"""Where those begin that say which ranks gave up."""
+
+
+class Verdict(IntEnum):
+    """How an operation stands on a rank, as far as a block of its kernel knows."""
+
+    GO = 0
+    """Work."""
+    REFUSED = 1
+    """Headers differ, or a rank refused: nothing moves, the Buffer stays usable."""
+    FAILED = 2
+    """A wait expired, or a rank aborted: the Buffer is poisoned."""
+    POISONED = 3
+    """An earlier operation failed."""
+    BUSY = 4
+    """Another operation of this Buffer is running: take no part."""
+
+
+class Phase(IntEnum):
+    """What a wait was for."""
+
+    HEADER = 1
+    """A rank's header."""
+    PARTIAL = 2
+    """Rows that another block of the same kernel counted."""
+    EXPERTS = 3
+    """Rows per expert that a rank announces."""
+    LOAD = 4
+    """A bulk load into shared memory."""
+    ARRIVAL = 5
+    """A rank's word that its part of the operation is complete."""
+
+
+class AbortFlag(IntFlag):
+    """Why ranks stop: the low bits of an abort word. Words of several ranks may be or-ed."""
+
+    TIMEOUT = 1
+    """A wait expired."""
+    RAISED = 2
+    """A process said so on the abort board."""
 
 
 def align(nbytes: int, unit: int) -> int:

@@ -102,7 +102,6 @@ class RefusalCode(IntEnum):
     EXPERT_OUT_OF_RANGE = 3
     DUPLICATE_EXPERT = 4
     POOL_EXHAUSTED = 5
-    CAPTURE = 6
 
 
 SIGNATURE = ("kind", "dtype", "row_bytes", "num_topk", "index_bytes", "weights", "layout", "birth")
@@ -201,7 +200,6 @@ def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0
         RefusalCode.POOL_EXHAUSTED: (
             f"its pool has no room for {refusal.value} more MiB (see the error on that rank)"
         ),
-        RefusalCode.CAPTURE: "the call is not possible under graph capture there",
     }
     why = reasons.get(refusal.code, f"code {int(refusal.code)}, value {refusal.value}")
     return f"{operation}(): rank {rank} refused the call: {why}; nothing was moved on any rank."

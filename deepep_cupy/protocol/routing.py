@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from deepep_cupy.protocol.headers import Refusal, RefusalCode
 
 __all__ = [
+    "SCALE_GROUP",
     "Bools",
     "Ints",
     "check_experts",
@@ -20,6 +21,9 @@ __all__ = [
     "send_rows",
     "worst_expanded_rows",
 ]
+
+SCALE_GROUP = 128
+"""Channels of a row that share a scale."""
 
 Ints = NDArray[np.integer]
 Bools = NDArray[np.bool_]
@@ -90,13 +94,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def num_scales(hidden: int, *, packed: bool) -> int:
-    """S, scales of a row of ``hidden`` one-byte elements: one per 128 channels.
+    """S, scales of a row of ``hidden`` one-byte elements: one per ``SCALE_GROUP`` channels.
 
     Args:
         hidden: H; the last group may be shorter.
         packed: Four one-byte exponents (UE8M0) to a scale word.
     """
-    groups = -(-hidden // 128)
+    groups = -(-hidden // SCALE_GROUP)
     return -(-groups // 4) if packed else groups
 
 

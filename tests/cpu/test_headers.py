@@ -78,7 +78,6 @@ def test_all_refusing_ranks_are_named():
         (RefusalCode.EXPERT_OUT_OF_RANGE, 13, ("token 13", "outside -1..63")),
         (RefusalCode.DUPLICATE_EXPERT, 13, ("token 13", "twice")),
         (RefusalCode.POOL_EXHAUSTED, 40, ("40 more MiB",)),
-        (RefusalCode.CAPTURE, 0, ("graph capture",)),
         (RefusalCode.ARGUMENT, ARGUMENTS.index("topk_idx"), ("argument 'topk_idx' is not",)),
         (RefusalCode.ARGUMENT, 0, ("its arguments are not allowed",)),
         (RefusalCode.ARGUMENT, 99, ("its arguments are not allowed",)),

@@ -19,11 +19,10 @@ from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier, ptx_barrier_values
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.compile import Loaded
-from deepep_cupy.protocol.constants import kernel_constants
+from deepep_cupy.protocol.constants import KernelShape, kernel_constants
 from deepep_cupy.protocol.headers import Kind, RefusalCode
 from deepep_cupy.protocol.sizes import MAX_RANKS
 
-CONTROL = Path(__file__).parents[2] / "deepep_cupy" / "cuda" / "comm" / "control.cuh"
 STRONG = ("ld.relaxed", "ld.acquire", "st.relaxed", "st.release", "atom", "red", "fence", "bar.")
 BODY = TEXT[TEXT.index("\n{\n") : TEXT.rindex("}")]
 
@@ -182,9 +181,8 @@ def test_no_access_to_global_memory_is_weak():
 
 
 def test_numbers_of_the_cuda_text_are_those_of_this_one():
-    """Verdicts, phases and bits of abort words are enumerators there, and literals here."""
-    text = CONTROL.read_text(encoding="utf-8")
-    known = {name: int(value) for name, value in re.findall(r"\b(k[A-Z]\w+) = (\d+)", text)}
+    """Verdicts, phases and bits of abort words are constants there, and literals here."""
+    known = kernel_constants(KernelShape())
     written = {
         "kFailed : kGo": r"selp.b32 +%r_verdict, (\d+), \d+",
         "kPoisoned": r"selp.b32 +%r_verdict, (\d+), %r_verdict",

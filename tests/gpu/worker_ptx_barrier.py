@@ -18,7 +18,7 @@ import numpy as np
 from common import Worker
 
 from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier
-from deepep_cupy.protocol.control_block import NUM_RECORDS, RECORD_HEAD
+from deepep_cupy.protocol.control_block import DETAIL_WORDS, NUM_RECORDS, RECORD_HEAD, RECORD_WORDS
 from deepep_cupy.protocol.headers import Kind, RefusalCode
 
 START = 5
@@ -97,8 +97,8 @@ class Bench:
         words[control.abort // 4] &= np.uint32(0xFFFF)
         for number in range(NUM_RECORDS):
             record = report[layout.records + number * layout.record_words :][: layout.record_words]
-            record[4] &= np.uint64(0xFFFF)
-            record[5:10] = 0
+            record[RECORD_WORDS.index("abort")] &= np.uint64(0xFFFF)
+            record[[RECORD_WORDS.index(word) for word in DETAIL_WORDS]] = 0
             record[RECORD_HEAD:] = 0
 
 

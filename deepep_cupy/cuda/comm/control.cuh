@@ -13,29 +13,13 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 
-// How an operation stands on this rank, as far as this block knows.
-enum Verdict : u32 {
-    kGo = 0,        // work
-    kRefused = 1,   // headers differ or a rank refused: nothing moves, the Buffer stays usable
-    kFailed = 2,    // a wait expired or a rank aborted: the Buffer is poisoned
-    kPoisoned = 3,  // an earlier operation failed
-    kBusy = 4,      // another operation of this Buffer is running: take no part
-};
+// protocol/control_block.py says what each is, and gives the numbers.
+using Verdict = u32;  // kGo, kRefused, kFailed, kPoisoned, kBusy: how an operation stands here
+using Phase = u32;    // kPhase...: what a wait was for; the host turns it into words
 
-// What a wait was for; the host turns it into words.
-enum Phase : u32 {
-    kPhaseHeader = 1,
-    kPhasePartial = 2,
-    kPhaseExperts = 3,
-    kPhaseLoad = 4,
-    kPhaseArrival = 5,
-};
-
-// Bits of an abort word: why, who is late, who says so. Words of several ranks may be or-ed.
-constexpr u32 kAbortTimeout = 1;
-constexpr u32 kAbortRaised = 2;
+// An abort word: why (kAbort...), who is late, who says so. Words of several ranks may be or-ed.
 DEVICE u32 abort_word(u32 flags, u32 late_ranks, u32 reporter) {
-    return flags | late_ranks << 8 | 1u << (16 + reporter);
+    return flags | late_ranks << kAbortLateShift | 1u << (kAbortReporterShift + reporter);
 }
 
 // The communication part of a block's shared memory.

@@ -68,7 +68,7 @@ DEVICE Verdict enter(const CommParams& c, CommShared& s, const Entry& entry) {
         }
     }
     block_barrier();
-    return static_cast<Verdict>(s.verdict);
+    return s.verdict;
 }
 
 // ---- sending ----

@@ -23,14 +23,14 @@ DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
     }
     if (thread_index() == 0) {
         u32 abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
-        st_relaxed_sys_u64(record + 0, verdict);
-        st_relaxed_sys_u64(record + 1, c.serial);
-        st_relaxed_sys_u64(record + 2, c.kind);
-        st_relaxed_sys_u64(record + 3, s.epoch);
-        st_relaxed_sys_u64(record + 4, abort);
+        st_relaxed_sys_u64(record + kRecordVerdict, verdict);
+        st_relaxed_sys_u64(record + kRecordSerial, c.serial);
+        st_relaxed_sys_u64(record + kRecordKind, c.kind);
+        st_relaxed_sys_u64(record + kRecordEpoch, s.epoch);
+        st_relaxed_sys_u64(record + kRecordAbort, abort);
         NO_UNROLL
-        for (u32 i = 0; i < 5; ++i) {
-            st_relaxed_sys_u64(record + 5 + i, ld_relaxed_gpu_u64(details + i));
+        for (u32 i = 0; i < kNumDetails; ++i) {
+            st_relaxed_sys_u64(record + kRecordPhase + i, ld_relaxed_gpu_u64(details + i));
         }
     }
     block_barrier();

@@ -17,11 +17,11 @@ DEVICE void give_up(const CommParams& c, const Wait& wait, u64 seen) {
     if (atom_cas_relaxed_gpu_u32(control_u32(own, kControlClaimed), 0u, 1u) == 0u) {
         // Read by the last block to leave: ordered by its arrival counter (comm/leave.cuh).
         u64* details = control_u64(own, kControlDetails);
-        st_relaxed_gpu_u64(details + 0, wait.phase);
-        st_relaxed_gpu_u64(details + 1, wait.peer);
-        st_relaxed_gpu_u64(details + 2, wait.expected);
-        st_relaxed_gpu_u64(details + 3, seen);
-        st_relaxed_gpu_u64(details + 4, block_index());
+        st_relaxed_gpu_u64(details + kDetailPhase, wait.phase);
+        st_relaxed_gpu_u64(details + kDetailPeer, wait.peer);
+        st_relaxed_gpu_u64(details + kDetailExpected, wait.expected);
+        st_relaxed_gpu_u64(details + kDetailSeen, seen);
+        st_relaxed_gpu_u64(details + kDetailBlock, block_index());
     }
     // Sys scope: peers or their reasons into the same word.
     red_or_relaxed_sys_u32(control_u32(own, kControlAbort),

@@ -18,28 +18,35 @@ from deepep_cupy.errors import (
 )
 from deepep_cupy.memory.block import Block
 from deepep_cupy.memory.pool import Pool
-from deepep_cupy.protocol.control_block import NUM_RECORDS, RECORD_HEAD, ReportLayout, header_words
+from deepep_cupy.protocol.control_block import (
+    ABORT_LATE_SHIFT,
+    ABORT_REPORTER_SHIFT,
+    NUM_RECORDS,
+    RECORD_HEAD,
+    RECORD_WORDS,
+    AbortFlag,
+    Phase,
+    ReportLayout,
+    Verdict,
+    header_words,
+)
 from deepep_cupy.protocol.headers import ARGUMENTS, WORDS, Kind, verdict
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortReason
 from deepep_cupy.ranks.rendezvous import Rendezvous, name_ranks
 
-__all__ = ["FAILED", "REFUSED", "FailureMonitor", "Record", "Report"]
+__all__ = ["FailureMonitor", "Record", "Report"]
 
-
-# ---------------- What kernels tell the host: counts, and records of what went wrong, in page-lock
-
-
-REFUSED, FAILED = 1, 2
-"""Verdicts of ``comm/control.cuh``."""
-_TIMEOUT, _RAISED = 1, 2
 _PHASES = {
-    1: "the header",
-    2: "its own blocks' counts",
-    3: "the rows per expert",
-    4: "a bulk load",
-    5: "the end of the operation",
+    Phase.HEADER: "the header",
+    Phase.PARTIAL: "its own blocks' counts",
+    Phase.EXPERTS: "the rows per expert",
+    Phase.LOAD: "a bulk load",
+    Phase.ARRIVAL: "the end of the operation",
 }
+_WHAT_NEXT = "call reset() or close() on every rank, or end the program"
+_BLOCKS_AT_RISK = 12
+_HANDLE = ARGUMENTS.index("handle")
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Record:
     """One failed or refused operation, as its kernel saw it.
 
     Attributes:
-        verdict: ``REFUSED`` or ``FAILED``.
+        verdict: ``Verdict.REFUSED`` or ``Verdict.FAILED``.
         serial: Of the launch.
         operation: Name of the method.
         epoch: Of the operation.
@@ -145,8 +152,8 @@ class Report:
         layout, width = self._layout, header_words(self._layout.num_ranks)
         begin = layout.records + number % NUM_RECORDS * layout.record_words
         words = [int(word) for word in self.words[begin : begin + layout.record_words]]
-        verdict, serial, kind, epoch, abort, phase = words[:6]
-        block = words[9]
+        said = dict(zip(RECORD_WORDS, words, strict=False))
+        kind, abort, phase = said["kind"], said["abort"], said["phase"]
         ranks = range(layout.num_ranks)
         headers, counts = [], []
         for rank in ranks:
@@ -154,23 +161,18 @@ class Report:
             headers.append(dict(zip(WORDS, words[at : at + len(WORDS)], strict=True)))
             counts.append(tuple(words[at + len(WORDS) : at + width]))
         return Record(
-            verdict=verdict,
-            serial=serial,
+            verdict=said["verdict"],
+            serial=said["serial"],
             operation=Kind(kind).name.lower() if kind in set(Kind) else f"operation {kind}",
-            epoch=epoch,
-            timed_out=bool(abort & _TIMEOUT),
-            late=tuple(rank for rank in ranks if abort >> 8 >> rank & 1),
-            reporters=tuple(rank for rank in ranks if abort >> 16 >> rank & 1),
-            phase=_PHASES.get(phase, ""),
-            block=block,
+            epoch=said["epoch"],
+            timed_out=bool(abort & AbortFlag.TIMEOUT),
+            late=tuple(rank for rank in ranks if abort >> ABORT_LATE_SHIFT >> rank & 1),
+            reporters=tuple(rank for rank in ranks if abort >> ABORT_REPORTER_SHIFT >> rank & 1),
+            phase=_PHASES[Phase(phase)] if phase in set(Phase) else "",
+            block=said["block"],
             headers=tuple(headers),
             counts=tuple(counts),
         )
-
-
-_WHAT_NEXT = "call reset() or close() on every rank, or end the program"
-_BLOCKS_AT_RISK = 12
-_HANDLE = ARGUMENTS.index("handle")
 
 
 class FailureMonitor:
@@ -225,7 +227,7 @@ class FailureMonitor:
             return
         if report.has_news:
             for record in report.take():
-                if record.verdict == FAILED:
+                if record.verdict == Verdict.FAILED:
                     for block in self._risky:
                         self._pool.quarantine(block)
                     self._failed = record

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deepep_cupy.engines.gpu.failures import REFUSED
 from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.jit.spec import Struct
-from deepep_cupy.protocol.control_block import RECORD_HEAD
+from deepep_cupy.protocol.control_block import NUM_RECORDS, RECORD_HEAD, RECORD_WORDS, Verdict
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
@@ -255,10 +254,12 @@ class World:
     def _record(self, rank, launch, headers, counts):
         words, layout = self.reports[rank], self.report_layout
         number = int(words[0])
-        begin = layout.records + number % 4 * layout.record_words
+        begin = layout.records + number % NUM_RECORDS * layout.record_words
         record = words[begin : begin + layout.record_words]
         record[:] = 0
-        record[:4] = REFUSED, launch.serial, launch.kind, self.epoch
+        said = {"verdict": Verdict.REFUSED, "serial": launch.serial, "kind": launch.kind}
+        for word, value in (said | {"epoch": self.epoch}).items():
+            record[RECORD_WORDS.index(word)] = value
         width = len(WORDS) + self.num_ranks
         for source, header in enumerate(headers):
             first = RECORD_HEAD + source * width

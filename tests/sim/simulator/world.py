@@ -17,11 +17,14 @@ import numpy as np
 from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.jit.launch import Packed
 from deepep_cupy.protocol.control_block import (
+    ABORT_LATE_SHIFT,
     MAX_BLOCKS,
     NUM_RECORDS,
-    RECORD_HEAD,
+    RECORD_WORDS,
     ControlLayout,
+    Phase,
     ReportLayout,
+    Verdict,
     align,
 )
 from deepep_cupy.protocol.headers import OFFSET_UNIT, Kind, Refusal, RefusalCode
@@ -31,8 +34,11 @@ from simulator.shapes import Edit, Shape, library
 
 NUM_SLOTS = 14
 LOCAL_BYTES = 256 * 1024
-PHASES = {1: "header", 2: "partial counts", 3: "experts", 4: "bulk load", 5: "arrival"}
 OK, REFUSED, FAILED, POISONED, STOPPED = "ok", "refused", "failed", "poisoned", "stopped"
+
+
+def _phase_name(phase: int) -> str:
+    return Phase(phase).name.lower() if phase in set(Phase) else str(phase)
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,7 @@ class World:
                 elif failed:
                     verdict = POISONED
                 else:
-                    verdict = {None: OK, 1: REFUSED}.get(said, FAILED)
+                    verdict = {None: OK, Verdict.REFUSED: REFUSED}.get(said, FAILED)
                     failed = verdict == FAILED
                 found[rank, call.serial] = verdict
         return found
@@ -338,27 +344,29 @@ class World:
         found = {}
         for i in range(max(0, number - NUM_RECORDS), number):
             begin = layout.records + i % NUM_RECORDS * layout.record_words
-            found[words[begin + 1]] = words[begin]
+            record = dict(zip(RECORD_WORDS, words[begin:], strict=False))
+            found[record["serial"]] = record["verdict"]
         return found
 
     def explain(self, rank: int) -> str:
         """Which wait of a rank gave up first, and the last operations on the words it polled."""
         layout = self.memory[rank].report_layout
         words = self.report_words(rank)
-        record = words[layout.records : layout.records + RECORD_HEAD]
-        phase, peer, expected, seen, block = record[5:10]
+        record = dict(zip(RECORD_WORDS, words[layout.records :], strict=False))
+        phase, peer, expected = record["phase"], record["peer"], record["expected"]
         if words[layout.num_failures] == 0 or phase == 0:
             return "it gave up because it was told to"
-        control, parity = self.memory[rank].control, record[3] & 1
+        control, parity = self.memory[rank].control, record["epoch"] & 1
         slot = parity * self.num_ranks + peer
         places = {
-            1: control.headers + slot * control.header_bytes,
-            2: control.partials + (expected & 0xFFFF) * 8 * (self.num_ranks + 1),
-            5: control.arrived + 8 * slot,
+            Phase.HEADER: control.headers + slot * control.header_bytes,
+            Phase.PARTIAL: control.partials + (expected & 0xFFFF) * 8 * (self.num_ranks + 1),
+            Phase.ARRIVAL: control.arrived + 8 * slot,
         }
         text = (
-            f"epoch {record[3]}, block {block} waited in phase {PHASES.get(phase, phase)} for rank "
-            f"{peer}: expected {expected:#x}, saw {seen:#x}"
+            f"epoch {record['epoch']}, block {record['block']} waited in phase "
+            f"{_phase_name(phase)} for rank {peer}: expected {expected:#x}, "
+            f"saw {record['seen']:#x}"
         )
         if phase in places:
             text += "\n" + self.machine.history(self.memory[rank].device, places[phase], 8, 10)
@@ -367,7 +375,7 @@ class World:
     def late_ranks(self, rank: int) -> set[int]:
         """Whom a rank's abort word blames."""
         abort = self.control_word(rank, self.memory[rank].control.abort)
-        return {other for other in range(self.num_ranks) if abort >> 8 >> other & 1}
+        return {other for other in range(self.num_ranks) if abort >> ABORT_LATE_SHIFT >> other & 1}
 
 
 def harmful(faults: Sequence[Fault], verdicts: Mapping[tuple[int, int], str]) -> list[Fault]:
