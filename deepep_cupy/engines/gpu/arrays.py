@@ -25,10 +25,6 @@ from deepep_cupy.protocol.headers import dtype_code
 
 __all__ = ["FLOAT8", "ArrayImporter", "address", "dtype_code_of", "take_dlpack"]
 
-
-# -------------------------------------------- DLPack, with the dtypes that CuPy does not know: FP8
-
-
 _UINT = 1
 FLOAT8 = {
     7: "float8_e3m4",
@@ -45,6 +41,10 @@ _CODE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
 """Name of a capsule → where the type code is in what it points to (data pointer, device of two
 ints, number of dimensions, code; before them, in the versioned form, version, context, deleter and
 flags)."""
+_DLPACK_CUDA = (2, 13)
+"""DLPack device types: CUDA memory, managed memory."""
+_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
+_CONTIGUOUS = "flags.c_contiguous"
 
 _api = ctypes.pythonapi
 _get_name = _api.PyCapsule_GetName
@@ -105,12 +105,6 @@ class _Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
-
-
-_CONTIGUOUS = "flags.c_contiguous"
-
-_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
-_DLPACK_CUDA = (2, 13)  # device types: CUDA memory, managed memory
 
 
 class ArrayImporter:

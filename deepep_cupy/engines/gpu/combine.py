@@ -104,7 +104,7 @@ COMBINE_EXPANDED = Struct(
 )
 
 
-# ------------------- Combine of the expanded layout on GPUs: every copy travels, or one sum a rank
+# ----------------------------------------------------------------------- the expanded layout
 
 
 class PlainCombine(Protocol):

@@ -1,4 +1,4 @@
-"""All kernels of this package, by name, and the structs they are launched with."""
+"""All kernels of this package, by name; the structs they take stand beside what fills them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from deepep_cupy.engines.gpu.combine import COMBINE, COMBINE_EXPANDED, REDUCE, STAGE
 from deepep_cupy.engines.gpu.dispatch import COLUMNS, DISPATCH, DISPATCH_CAST
 from deepep_cupy.engines.gpu.expand import COPY, EXPAND
+from deepep_cupy.engines.gpu.launch import COMM
 from deepep_cupy.engines.gpu.quantize import QUANTIZE
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.build import Request, build, open_cache
@@ -18,10 +19,7 @@ from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants, shared_memory_limit
 
 __all__ = [
-    "BENCH_KERNELS",
     "KERNELS",
-    "LOCAL_KERNELS",
-    "STAGING_KERNELS",
     "get_kernel",
     "kernel_options",
     "kernel_ptx",
@@ -29,6 +27,179 @@ __all__ = [
     "list_kernels",
     "shape_constants",
 ]
+
+KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="barrier",
+        source="barrier.cu",
+        entry="barrier",
+        params=(Param("comm", COMM),),
+        doc="no rank leaves before all have come; also how a rank refuses a call",
+        shared_bytes="kBarrierSharedBytes",
+    ),
+    KernelSpec(
+        name="dispatch",
+        source="dispatch.cu",
+        entry="dispatch",
+        params=(Param("comm", COMM), Param("d", DISPATCH)),
+        doc="rows to the ranks of their experts, by loads and stores",
+        shared_bytes="kDispatchSharedBytes",
+    ),
+    KernelSpec(
+        name="dispatch_bulk",
+        source="dispatch_bulk.cu",
+        entry="dispatch_bulk",
+        params=(Param("comm", COMM), Param("d", DISPATCH)),
+        doc="rows to the ranks of their experts, by the bulk copy engine",
+        shared_bytes="kDispatchBulkSharedBytes",
+        min_arch=90,
+    ),
+    KernelSpec(
+        name="dispatch_cast_bulk",
+        source="dispatch_cast_bulk.cu",
+        entry="dispatch_cast_bulk",
+        params=(Param("comm", COMM), Param("d", DISPATCH_CAST)),
+        doc="the same, cast to FP8 on their way",
+        shared_bytes="kDispatchCastBulkSharedBytes",
+        min_arch=90,
+    ),
+    KernelSpec(
+        name="combine",
+        source="combine.cu",
+        entry="combine",
+        params=(Param("comm", COMM), Param("d", COMBINE)),
+        doc="rows back to their tokens, added up, by loads",
+        shared_bytes="kCombineSharedBytes",
+    ),
+    KernelSpec(
+        name="combine_bulk",
+        source="combine_bulk.cu",
+        entry="combine_bulk",
+        params=(Param("comm", COMM), Param("d", COMBINE)),
+        doc="rows back to their tokens, added up, by the bulk copy engine",
+        shared_bytes="kCombineBulkSharedBytes",
+        min_arch=90,
+    ),
+    KernelSpec(
+        name="combine_expanded",
+        source="combine_expanded.cu",
+        entry="combine_expanded",
+        params=(Param("comm", COMM), Param("d", COMBINE_EXPANDED)),
+        doc="all copies of the expanded layout back to their tokens, added up, by loads",
+        shared_bytes="kCombineSharedBytes",
+    ),
+    KernelSpec(
+        name="quantize",
+        source="quantize.cu",
+        entry="quantize",
+        params=(Param("d", QUANTIZE),),
+        doc="rows to FP8 with scales, before they travel",
+    ),
+    KernelSpec(
+        name="expand_count",
+        source="expand_count.cu",
+        entry="expand_count",
+        params=(Param("d", EXPAND),),
+        doc="expanded layout, 1: tokens per slice and local expert",
+    ),
+    KernelSpec(
+        name="expand_starts",
+        source="expand_starts.cu",
+        entry="expand_starts",
+        params=(Param("d", EXPAND),),
+        doc="expanded layout, 2: tokens of an expert before each slice",
+        shared_bytes="kExpandSharedBytes",
+    ),
+    KernelSpec(
+        name="expand_rows",
+        source="expand_rows.cu",
+        entry="expand_rows",
+        params=(Param("d", EXPAND),),
+        doc="expanded layout, 3: the row of each copy",
+    ),
+    KernelSpec(
+        name="expand_copy",
+        source="expand_copy.cu",
+        entry="expand_copy",
+        params=(Param("d", COPY),),
+        doc="expanded layout, 4: rows, weights and scales to their copies",
+    ),
+    KernelSpec(
+        name="reduce_copies",
+        source="reduce_copies.cu",
+        entry="reduce_copies",
+        params=(Param("d", REDUCE),),
+        doc="adds up the copies that each received token has in the expanded layout",
+    ),
+    KernelSpec(
+        name="stage",
+        source="stage.cu",
+        entry="stage",
+        params=(Param("d", STAGE),),
+        doc="rows to where the peers can read them, where no host knows how many",
+    ),
+    KernelSpec(
+        name="columns",
+        source="columns.cu",
+        entry="columns",
+        params=(Param("d", COLUMNS),),
+        doc="received scales to column-major order",
+    ),
+)
+"""What a Buffer builds and launches, in the order ``kernels list`` prints them."""
+
+CEILING = Struct(
+    "CeilingCopy",
+    (
+        Param("source", "const u8*", "kNumRanks", "where each segment's rows lie"),
+        Param("target", "u8*", "kNumRanks", "where they go"),
+        Param("rows", "u32", "kNumRanks", "rows of each segment"),
+        Param("num_rows", "u32", doc="of all segments together"),
+        Param("stride", "u32", doc="from one row to the next, has no factor in common with them"),
+        Param("row_bytes", "u32", doc="a multiple of 16, as all addresses are"),
+    ),
+    "Segments of rows, one for each rank, and the order of their rows.",
+)
+"""Of the kernels that ``bench`` measures links and memory with; ``bench/ceilings.py`` fills it."""
+
+_BENCH_KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="ceiling",
+        source="bench/ceiling.cu",
+        entry="ceiling",
+        params=(Param("d", CEILING),),
+        doc="bench: rows between ranks with nothing around them, by loads and stores",
+    ),
+    KernelSpec(
+        name="ceiling_bulk",
+        source="bench/ceiling_bulk.cu",
+        entry="ceiling_bulk",
+        params=(Param("d", CEILING),),
+        doc="bench: rows between ranks with nothing around them, by the bulk copy engine",
+        shared_bytes="kDispatchBulkSharedBytes",
+        min_arch=90,
+    ),
+)
+"""Behind those of a Buffer; no Buffer builds or launches them."""
+
+
+def list_kernels() -> tuple[KernelSpec, ...]:
+    """Return the specs of all kernels, those of ``bench`` too. Local; needs no CuPy, no MPI."""
+    return (*KERNELS, *_BENCH_KERNELS)
+
+
+def get_kernel(name: str, kernels: Iterable[KernelSpec] | None = None) -> KernelSpec:
+    """Return the spec of one kernel.
+
+    Raises:
+        ContractError: There is no such kernel; the message lists those there are.
+    """
+    known = list_kernels() if kernels is None else tuple(kernels)
+    for spec in known:
+        if spec.name == name:
+            return spec
+    names = ", ".join(spec.name for spec in known) or "none"
+    raise ContractError(f"no kernel is named {name!r}; there are: {names}")
 
 
 def shape_constants(arch: str | int, **shape: Any) -> dict[str, int]:
@@ -96,209 +267,3 @@ def kernel_ptx(name: str, arch: str | int, **shape: Any) -> str:
     """
     request = Request(get_kernel(name), shape_constants(arch, **shape), Target(parse_arch(arch)))
     return build(request, open_cache()).compiled.ptx
-
-
-STAGING_KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        name="stage",
-        source="stage.cu",
-        entry="stage",
-        params=(Param("d", STAGE),),
-        doc="rows to where the peers can read them, where no host knows how many",
-    ),
-    KernelSpec(
-        name="columns",
-        source="columns.cu",
-        entry="columns",
-        params=(Param("d", COLUMNS),),
-        doc="received scales to column-major order",
-    ),
-)
-
-
-LOCAL_KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        name="quantize",
-        source="quantize.cu",
-        entry="quantize",
-        params=(Param("d", QUANTIZE),),
-        doc="rows to FP8 with scales, before they travel",
-    ),
-    KernelSpec(
-        name="expand_count",
-        source="expand_count.cu",
-        entry="expand_count",
-        params=(Param("d", EXPAND),),
-        doc="expanded layout, 1: tokens per slice and local expert",
-    ),
-    KernelSpec(
-        name="expand_starts",
-        source="expand_starts.cu",
-        entry="expand_starts",
-        params=(Param("d", EXPAND),),
-        doc="expanded layout, 2: tokens of an expert before each slice",
-        shared_bytes="kExpandSharedBytes",
-    ),
-    KernelSpec(
-        name="expand_rows",
-        source="expand_rows.cu",
-        entry="expand_rows",
-        params=(Param("d", EXPAND),),
-        doc="expanded layout, 3: the row of each copy",
-    ),
-    KernelSpec(
-        name="expand_copy",
-        source="expand_copy.cu",
-        entry="expand_copy",
-        params=(Param("d", COPY),),
-        doc="expanded layout, 4: rows, weights and scales to their copies",
-    ),
-    KernelSpec(
-        name="reduce_copies",
-        source="reduce_copies.cu",
-        entry="reduce_copies",
-        params=(Param("d", REDUCE),),
-        doc="adds up the copies that each received token has in the expanded layout",
-    ),
-)
-"""In the order they come in."""
-
-
-# ---------------- Kernels of ``bench``: copies with nothing around them. No Buffer builds or launc
-
-
-CEILING = Struct(
-    "CeilingCopy",
-    (
-        Param("source", "const u8*", "kNumRanks", "where each segment's rows lie"),
-        Param("target", "u8*", "kNumRanks", "where they go"),
-        Param("rows", "u32", "kNumRanks", "rows of each segment"),
-        Param("num_rows", "u32", doc="of all segments together"),
-        Param("stride", "u32", doc="from one row to the next, has no factor in common with them"),
-        Param("row_bytes", "u32", doc="a multiple of 16, as all addresses are"),
-    ),
-    "Segments of rows, one for each rank, and the order of their rows.",
-)
-
-BENCH_KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        name="ceiling",
-        source="bench/ceiling.cu",
-        entry="ceiling",
-        params=(Param("d", CEILING),),
-        doc="bench: rows between ranks with nothing around them, by loads and stores",
-    ),
-    KernelSpec(
-        name="ceiling_bulk",
-        source="bench/ceiling_bulk.cu",
-        entry="ceiling_bulk",
-        params=(Param("d", CEILING),),
-        doc="bench: rows between ranks with nothing around them, by the bulk copy engine",
-        shared_bytes="kDispatchBulkSharedBytes",
-        min_arch=90,
-    ),
-)
-"""In the order ``kernels list`` prints them, behind those of a Buffer."""
-
-
-COMM = Struct(
-    "CommParams",
-    (
-        Param("peer", "u8*", "kNumRanks", "symmetric region of each rank, as mapped here"),
-        Param("report", "u64*", doc="host memory: counts and failures (protocol/control_block.py)"),
-        Param("board", "const u32*", doc="host memory: abort words of the node, or null"),
-        Param("timeout_ns", "u64", doc="most nanoseconds any wait may last"),
-        Param("board_stride", "u32", doc="words between the ranks' lines of the board"),
-        Param("serial", "u32", doc="number of this launch on this rank, never 0"),
-        Param("rank", "u32"),
-        Param("kind", "u32", doc="kKind..., which operation this is"),
-        Param("refusal", "u32", doc="kRefusal..., when the host refused the caller's arguments"),
-        Param("refusal_value", "u32", doc="the token or size in question"),
-    ),
-    "What every kernel needs to talk to the other ranks.",
-)
-
-
-KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        name="barrier",
-        source="barrier.cu",
-        entry="barrier",
-        params=(Param("comm", COMM),),
-        doc="no rank leaves before all have come; also how a rank refuses a call",
-        shared_bytes="kBarrierSharedBytes",
-    ),
-    KernelSpec(
-        name="dispatch",
-        source="dispatch.cu",
-        entry="dispatch",
-        params=(Param("comm", COMM), Param("d", DISPATCH)),
-        doc="rows to the ranks of their experts, by loads and stores",
-        shared_bytes="kDispatchSharedBytes",
-    ),
-    KernelSpec(
-        name="dispatch_bulk",
-        source="dispatch_bulk.cu",
-        entry="dispatch_bulk",
-        params=(Param("comm", COMM), Param("d", DISPATCH)),
-        doc="rows to the ranks of their experts, by the bulk copy engine",
-        shared_bytes="kDispatchBulkSharedBytes",
-        min_arch=90,
-    ),
-    KernelSpec(
-        name="dispatch_cast_bulk",
-        source="dispatch_cast_bulk.cu",
-        entry="dispatch_cast_bulk",
-        params=(Param("comm", COMM), Param("d", DISPATCH_CAST)),
-        doc="the same, cast to FP8 on their way",
-        shared_bytes="kDispatchCastBulkSharedBytes",
-        min_arch=90,
-    ),
-    KernelSpec(
-        name="combine",
-        source="combine.cu",
-        entry="combine",
-        params=(Param("comm", COMM), Param("d", COMBINE)),
-        doc="rows back to their tokens, added up, by loads",
-        shared_bytes="kCombineSharedBytes",
-    ),
-    KernelSpec(
-        name="combine_bulk",
-        source="combine_bulk.cu",
-        entry="combine_bulk",
-        params=(Param("comm", COMM), Param("d", COMBINE)),
-        doc="rows back to their tokens, added up, by the bulk copy engine",
-        shared_bytes="kCombineBulkSharedBytes",
-        min_arch=90,
-    ),
-    KernelSpec(
-        name="combine_expanded",
-        source="combine_expanded.cu",
-        entry="combine_expanded",
-        params=(Param("comm", COMM), Param("d", COMBINE_EXPANDED)),
-        doc="all copies of the expanded layout back to their tokens, added up, by loads",
-        shared_bytes="kCombineSharedBytes",
-    ),
-    *LOCAL_KERNELS,
-    *STAGING_KERNELS,
-)
-"""What a Buffer builds and launches, in the order ``kernels list`` prints them."""
-
-
-def list_kernels() -> tuple[KernelSpec, ...]:
-    """Return the specs of all kernels, those of ``bench`` too. Local; needs no CuPy, no MPI."""
-    return (*KERNELS, *BENCH_KERNELS)
-
-
-def get_kernel(name: str, kernels: Iterable[KernelSpec] | None = None) -> KernelSpec:
-    """Return the spec of one kernel.
-
-    Raises:
-        ContractError: There is no such kernel; the message lists those there are.
-    """
-    known = list_kernels() if kernels is None else tuple(kernels)
-    for spec in known:
-        if spec.name == name:
-            return spec
-    names = ", ".join(spec.name for spec in known) or "none"
-    raise ContractError(f"no kernel is named {name!r}; there are: {names}")

@@ -12,10 +12,27 @@ from deepep_cupy.errors import CompileError, PlatformError
 from deepep_cupy.jit.build import Request, build_all, open_cache
 from deepep_cupy.jit.compile import Loaded, compiler_archs, load, target_for
 from deepep_cupy.jit.launch import Launch
-from deepep_cupy.jit.spec import KernelSpec, StructLayout
+from deepep_cupy.jit.spec import KernelSpec, Param, Struct, StructLayout
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["Kernels", "LocalLaunch", "ReadyLaunch"]
+__all__ = ["COMM", "Kernels", "LocalLaunch", "ReadyLaunch"]
+
+COMM = Struct(
+    "CommParams",
+    (
+        Param("peer", "u8*", "kNumRanks", "symmetric region of each rank, as mapped here"),
+        Param("report", "u64*", doc="host memory: counts and failures (protocol/control_block.py)"),
+        Param("board", "const u32*", doc="host memory: abort words of the node, or null"),
+        Param("timeout_ns", "u64", doc="most nanoseconds any wait may last"),
+        Param("board_stride", "u32", doc="words between the ranks' lines of the board"),
+        Param("serial", "u32", doc="number of this launch on this rank, never 0"),
+        Param("rank", "u32"),
+        Param("kind", "u32", doc="kKind..., which operation this is"),
+        Param("refusal", "u32", doc="kRefusal..., when the host refused the caller's arguments"),
+        Param("refusal_value", "u32", doc="the token or size in question"),
+    ),
+    "What every kernel needs to talk to the other ranks.",
+)
 
 
 class _Launch:
@@ -145,7 +162,7 @@ class Kernels:
         return ready
 
     def local(self, name: str, grid: int) -> LocalLaunch:
-        """The same for a kernel that talks to nobody."""
+        """The launch of a kernel that talks to nobody, on ``grid`` blocks, made on first use."""
         ready = self._local.get((name, grid))
         if ready is None:
             ready = self._local[name, grid] = LocalLaunch(*self._make(name, grid, {}))
