@@ -14,13 +14,20 @@ from typing import Any, Literal, Self
 
 from deepep_cupy import log
 from deepep_cupy._version import __version__
+from deepep_cupy.api.call_cache import CallCache
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.lifecycle import Lifecycle, State
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
-from deepep_cupy.engines.calls import CombineArguments, DispatchArguments, Signature
+from deepep_cupy.engines.calls import (
+    CombineArguments,
+    CombineOptions,
+    DispatchArguments,
+    DispatchOptions,
+    Signature,
+)
 from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine
 from deepep_cupy.errors import ContractError, PlatformError
@@ -122,8 +129,8 @@ class Buffer:
             self._engine.import_array,
             self._engine.modes,
             self._engine.import_scales,
-            self._engine.array_key,
         )
+        self._calls = CallCache(self._checker, self._engine.array_key, self.num_max_tokens_per_rank)
         self._num_sms: int | None = None
         self._life = Lifecycle(self._spec, group, board, guard, self._engine)
 
@@ -381,21 +388,23 @@ class Buffer:
             num_tokens_per_expert,
             cumulative_local_expert_recv_stats,
             previous_event,
-            expert_alignment,
-            own,
-            num_worst_tokens,
-            config,
-            self._num_sms,
-            async_finish,
-            allocate_on_comm_stream,
-            dtype,
-            scales_layout,
-            quantize,
-            round_scale,
-            use_ue8m0,
-            do_cpu_sync,
-            do_expand,
-            do_zero_padding,
+            DispatchOptions(
+                expert_alignment,
+                own,
+                num_worst_tokens,
+                config,
+                self._num_sms,
+                async_finish,
+                allocate_on_comm_stream,
+                dtype,
+                scales_layout,
+                quantize,
+                round_scale,
+                use_ue8m0,
+                do_cpu_sync,
+                do_expand,
+                do_zero_padding,
+            ),
         )
         done, signature = self._life.operate("dispatch", _DISPATCH, self._dispatch, given)
         if handle is None:
@@ -410,7 +419,7 @@ class Buffer:
         )
 
     def _dispatch(self, given: DispatchArguments) -> tuple[DispatchOutput, Signature]:
-        call, signature = self._checker.dispatch(given)
+        call, signature = self._calls.dispatch(given)
         return self._engine.dispatch(call), signature
 
     def combine(
@@ -481,19 +490,16 @@ class Buffer:
             bias,
             out,
             previous_event,
-            own,
-            config,
-            self._num_sms,
-            async_finish,
-            allocate_on_comm_stream,
-            reduce,
+            CombineOptions(
+                own, config, self._num_sms, async_finish, allocate_on_comm_stream, reduce
+            ),
         )
         done = self._life.operate("combine", _COMBINE, self._combine, given)
         combined_x = done.combined_x if out is None else out
         return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
 
     def _combine(self, given: CombineArguments) -> CombineOutput:
-        return self._engine.combine(self._checker.combine(given))
+        return self._engine.combine(self._calls.combine(given))
 
     def barrier(self) -> None:
         """Wait until every rank is here.

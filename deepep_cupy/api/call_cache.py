@@ -1,11 +1,9 @@
-"""What a call is given, and its *form*: all that its checks and its plan depend on.
+"""Plans of calls that were checked before, found again by a key of all that their checks look at.
 
-Calls of one form differ in nothing but the contents of their arrays and how many rows these have:
-in nothing that a check of ``contracts`` looks at, but for what is compared here. So a form is
-checked once, and found again by its key: shapes without the number of rows, dtypes, and all other
-arguments with their types (``True`` is not 1). ``None`` in a key's place: only the checks can say
-what such a call is; they do so in every call that fails, and in those with arrays of other
-libraries.
+Alike calls differ in nothing but the contents of their arrays and how many rows these have. They
+are checked once; the plan that came of it is found again by its key: shapes without the number of
+rows, dtypes, and all other arguments with their types (``True`` is not 1). Calls without a key are
+checked each time: those that fail, and those with arrays of other libraries.
 """
 
 from __future__ import annotations
@@ -14,34 +12,39 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.engines.calls import (
+    CallPlan,
     CombineArguments,
+    CombineCall,
+    CombinePlan,
     DispatchArguments,
-    Form,
+    DispatchCall,
+    DispatchPlan,
+    Signature,
     listed,
 )
 from deepep_cupy.protocol.headers import Layout
 
-__all__ = ["ArrayKey", "Key", "PlanCache", "combine_key", "dispatch_key"]
+__all__ = ["ArrayKey", "CallCache", "Key", "PlanCache", "combine_key", "dispatch_key"]
 
 Seen: TypeAlias = tuple[Any, ...]
 ArrayKey: TypeAlias = Callable[[object, bool], Seen | None]
-"""``Engine.glance``."""
+"""``Engine.array_key``."""
 Key: TypeAlias = tuple[Any, ...]
-F = TypeVar("F", bound=Form)
+P = TypeVar("P", bound=CallPlan)
 
 _MASK = Layout.MASK
-_NOTHING = (type(None),) * 5
-_MOST_FORMS = 64
+_MOST_PLANS = 64
 
 
 def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int) -> Key | None:
-    """The key of the form of a dispatch."""
-    x, scales, handle, weights = given.x, None, given.handle, given.topk_weights
-    types = tuple(map(type, given))
-    if types[0] is tuple:
-        if len(x) != 2:
+    """The key of a dispatch's plan; None: only the checks can tell what this call is."""
+    x, scales, handle, options = given.x, None, given.handle, given.options
+    topk_idx, weights = given.topk_idx, given.topk_weights
+    if type(x) is tuple:
+        if len(x) != 2 or x[1] is None:
             return None
         x, scales = x
     seen = array_key(x, False)
@@ -52,8 +55,8 @@ def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int
         return None
     kind = of_scales = of_choices = of_weights = of_others = None
     if handle is not None:
-        worst = given.num_worst_tokens
-        if types[1] is not DispatchHandle or handle.routing.num_tokens != tokens:
+        worst = options.num_worst_tokens
+        if type(handle) is not DispatchHandle or handle.routing.num_tokens != tokens:
             return None
         if type(worst) is not int or (worst != 0 and worst != handle.num_recv_tokens):
             return None
@@ -62,23 +65,30 @@ def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int
         of_scales = _by_row(array_key(scales, True), tokens)
         if of_scales is None:
             return None
-    if given.topk_idx is not None:
-        of_choices = _by_row(array_key(given.topk_idx, False), tokens)
+    if topk_idx is not None:
+        of_choices = _by_row(array_key(topk_idx, False), tokens)
         if of_choices is None:
             return None
     if weights is not None:
         of_weights = _by_row(array_key(weights, False), tokens)
         if of_weights is None:
             return None
-    if types[4:9] != _NOTHING:
+    if (
+        given.is_token_in_rank is not None
+        or given.num_tokens_per_rank is not None
+        or given.num_tokens_per_rdma_rank is not None
+        or given.num_tokens_per_expert is not None
+        or given.cumulative_local_expert_recv_stats is not None
+    ):
         of_others = _others(given, array_key, tokens)
         if of_others is None:
             return None
-    return types, hidden, seen[1], kind, of_scales, of_choices, of_weights, of_others, given[10:]
+    types = type(given.previous_event), *map(type, options)
+    return types, options, hidden, seen[1], kind, of_scales, of_choices, of_weights, of_others
 
 
 def _by_row(seen: Seen | None, rows: int) -> Key | None:
-    """What counts of an array that must have so many rows: all but these."""
+    """The part of the key for an array that must have so many rows: all but their number."""
     if seen is None:
         return None
     shape = seen[0]
@@ -86,23 +96,31 @@ def _by_row(seen: Seen | None, rows: int) -> Key | None:
 
 
 def _others(given: DispatchArguments, array_key: ArrayKey, tokens: int) -> Key | None:
-    """What counts of mask, counts and statistics."""
-    parts: list[object] = []
-    for array in given[4:9]:
-        part: object = None
-        if array is not None:
-            seen = array_key(array, False)
-            part = _by_row(seen, tokens) if array is given.is_token_in_rank else seen and seen[:2]
-            if part is None:
-                return None
-        parts.append(part)
+    """The part of the key for mask, counts and statistics; None: there is none."""
+    mask, of_mask = given.is_token_in_rank, None
+    if mask is not None:
+        of_mask = _by_row(array_key(mask, False), tokens)
+        if of_mask is None:
+            return None
+    parts: list[object] = [of_mask]
+    for array in (
+        given.num_tokens_per_rank,
+        given.num_tokens_per_rdma_rank,
+        given.num_tokens_per_expert,
+        given.cumulative_local_expert_recv_stats,
+    ):
+        seen = None if array is None else array_key(array, False)
+        if seen is None and array is not None:
+            return None
+        parts.append(seen)
     return tuple(parts)
 
 
 def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
-    """The key of the form of a combine."""
-    handle, weights, types = given.handle, given.topk_weights, tuple(map(type, given))
-    if types[1] is not DispatchHandle:
+    """The key of a combine's plan; None: only the checks can tell what this call is."""
+    handle, weights, options = given.handle, given.topk_weights, given.options
+    row_weights, bias, out = given.row_weights, given.bias, given.out
+    if type(handle) is not DispatchHandle:
         return None
     rows = handle.routing.num_rows
     of_x = _by_row(array_key(given.x, False), rows)
@@ -113,43 +131,44 @@ def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
         of_weights = _by_row(array_key(weights, False), rows)
         if of_weights is None:
             return None
-    if types[3:6] != _NOTHING[:3]:
+    if row_weights is not None or bias is not None or out is not None:
         parts = []
         tokens = handle.num_tokens
-        wanted = (rows, given.row_weights), (tokens, given.out)
-        for number, array in (*wanted, *((tokens, each) for each in listed(given.bias))):
+        wanted = (rows, row_weights), (tokens, out)
+        for number, array in (*wanted, *((tokens, each) for each in listed(bias))):
             part = None if array is None else _by_row(array_key(array, False), number)
             if part is None and array is not None:
                 return None
             parts.append(part)
-        of_others = tuple(parts)
-    return types, of_x, _kind(handle), of_weights, of_others, given[7:]
+        of_others = type(bias), tuple(parts)
+    types = type(given.previous_event), *map(type, options)
+    return types, options, of_x, _kind(handle), of_weights, of_others
 
 
-class PlanCache(Generic[F]):
-    """Forms that were found to be right."""
+class PlanCache(Generic[P]):
+    """Plans of calls that were found to be right."""
 
-    __slots__ = ("_forms",)
+    __slots__ = ("_plans",)
 
     def __init__(self) -> None:
-        self._forms: dict[Key, F] = {}
+        self._plans: dict[Key, P] = {}
 
-    def find(self, key: Key | None) -> F | None:
-        """The form with that key, where there is one."""
+    def find(self, key: Key | None) -> P | None:
+        """The plan with that key, where there is one."""
         if key is None:
             return None
         try:
-            return self._forms.get(key)
+            return self._plans.get(key)
         except TypeError:  # some argument is nothing that could be right
             return None
 
-    def keep(self, key: Key | None, form: F) -> None:
-        """Remember a form. A program has a few; one that makes ever new ones stays bounded."""
+    def keep(self, key: Key | None, plan: P) -> None:
+        """Remember a plan. A program has a few; one that makes ever new ones stays bounded."""
         if key is not None:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             with suppress(TypeError):
-                self._forms[key] = form
+                self._plans[key] = plan
 
 
 def _kind(handle: DispatchHandle) -> tuple[object, ...]:
@@ -162,3 +181,47 @@ def _kind(handle: DispatchHandle) -> tuple[object, ...]:
         routing.expanded,
         routing.expert_alignment,
     )
+
+
+class CallCache:
+    """Makes calls of arguments: with the plan of an earlier call like it, else by all checks.
+
+    Args:
+        checker: The Buffer's checks.
+        array_key: ``Engine.array_key``.
+        most_tokens: M of the Buffer.
+    """
+
+    def __init__(self, checker: Checker, array_key: ArrayKey, most_tokens: int) -> None:
+        self._checker = checker
+        self._array_key = array_key
+        self._most_tokens = most_tokens
+        self._dispatches: PlanCache[DispatchPlan] = PlanCache()
+        self._combines: PlanCache[CombinePlan] = PlanCache()
+
+    def dispatch(self, given: DispatchArguments) -> tuple[DispatchCall, Signature]:
+        """The call for the engine, and the signature of the handle to make.
+
+        Raises:
+            ContractError: An argument is wrong. Carries a refusal.
+        """
+        key = dispatch_key(given, self._array_key, self._most_tokens)
+        plan = self._dispatches.find(key)
+        if plan is None:
+            given, plan = self._checker.dispatch(given)
+            self._dispatches.keep(key, plan)
+        call = plan.call(given)
+        return call, plan.signed(given, len(call.x))
+
+    def combine(self, given: CombineArguments) -> CombineCall:
+        """The call for the engine.
+
+        Raises:
+            ContractError: An argument is wrong. Carries a refusal.
+        """
+        key = combine_key(given, self._array_key)
+        plan = self._combines.find(key)
+        if plan is None:
+            given, plan = self._checker.combine(given)
+            self._combines.keep(key, plan)
+        return plan.call(given)

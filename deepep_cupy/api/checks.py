@@ -7,24 +7,23 @@ ranks in this rank's place, so that all raise. Array types are the engine's busi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from deepep_cupy.api.call_cache import ArrayKey, PlanCache, combine_key, dispatch_key
-from deepep_cupy.api.config import Config, resolve_dtype
+from deepep_cupy.api.config import Config, is_int, resolve_dtype
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.engines.calls import (
     HERE,
     CombineArguments,
-    CombineCall,
-    CombineForm,
+    CombineOptions,
+    CombinePlan,
     DispatchArguments,
-    DispatchCall,
-    DispatchForm,
+    DispatchOptions,
+    DispatchPlan,
     Quantization,
     Reduce,
     ScalesLayout,
@@ -32,7 +31,6 @@ from deepep_cupy.engines.calls import (
     Streams,
     listed,
 )
-from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
@@ -45,30 +43,36 @@ from deepep_cupy.protocol.headers import (
 from deepep_cupy.protocol.routing import num_scales
 from deepep_cupy.protocol.sizes import BufferSpec
 
-__all__ = ["ArrayImporter", "Checker", "Checks", "is_int"]
+__all__ = ["ArrayImporter", "Checker"]
+
+ArrayImporter: TypeAlias = Callable[[str, str, object], Any]
+_Shape: TypeAlias = Mapping[str, int | None]
+"""Names of the axes, for messages, and their lengths; None: any."""
+_Dtypes: TypeAlias = tuple[np.dtype[Any], ...] | None
+"""Those that are right; None: any."""
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_SUMMABLE = tuple(name for name in DTYPE_CODES if name not in _FP8)
+_SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
+_QUANTIZABLE = ("bfloat16", "float16", "float32")
+_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
+_SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
+_REDUCES: tuple[Reduce, ...] = ("exact", "per_rank")
+_INT32 = (np.dtype(np.int32),)
+_INDEX = (np.dtype(np.int64), np.dtype(np.int32))
+_FLOAT32 = (np.dtype(np.float32),)
+_BOOL = (np.dtype(np.bool_),)
 
 
-# ---------------- The parts that checks of arguments are made of: shapes, dtypes, numbers, and how
-
-
-ArrayImporter = Callable[[str, str, object], Any]
-
-
-def is_int(value: object) -> bool:
-    """Whether it is a whole number, of Python or of NumPy."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-class Checks:
-    """Checks of one argument each, for one Buffer.
+class Checker:
+    """Checks the arguments of one Buffer's calls.
 
     Args:
         spec: Sizes of the Buffer.
         buffer: Serial number of the Buffer, for handles.
-        intake: ``Engine.intake``.
+        import_array: ``Engine.import_array``.
         modes: ``Engine.modes``.
-        intake_scales: ``ModalEngine.intake_scales``.
-        glance: ``Engine.glance``; without, every call is checked anew.
+        import_scales: ``Engine.import_scales``.
     """
 
     def __init__(
@@ -76,18 +80,16 @@ class Checks:
         spec: BufferSpec,
         buffer: int,
         import_array: ArrayImporter,
-        modes: frozenset[str] = ALL_MODES,
-        import_scales: ArrayImporter | None = None,
-        array_key: ArrayKey | None = None,
+        modes: frozenset[str],
+        import_scales: ArrayImporter,
     ) -> None:
         self._spec = spec
         self._buffer = buffer
-        self._intake = import_array
+        self._import_array = import_array
         self._modes = modes
-        self._intake_scales = import_scales or import_array
-        self._glance = array_key
-        self._dispatches: PlanCache[DispatchForm] = PlanCache()
-        self._combines: PlanCache[CombineForm] = PlanCache()
+        self._import_scales = import_scales
+
+    # --------------------------------------------------------------------- of one argument each
 
     def rows(self, operation: str, value: object, wire_itemsize: int | None = None) -> Any:
         """``[rows, H]`` of a length that the Buffer was made for.
@@ -103,8 +105,7 @@ class Checks:
                 "x",
                 f"must be one array [rows, hidden], got a {type(value).__name__} of {len(value)}",
             )
-        x = self.take(operation, "x", value)
-        self.expect(operation, "x", x, {"rows": None, "hidden": None}, None)
+        x = self.array(operation, "x", value, {"rows": None, "hidden": None}, None)
         itemsize = x.dtype.itemsize if wire_itemsize is None else wire_itemsize
         row_bytes, most = x.shape[1] * itemsize, self._spec.max_row_bytes
         if not 1 <= row_bytes <= most:
@@ -129,12 +130,7 @@ class Checks:
         return value
 
     def weights(
-        self,
-        operation: str,
-        argument: str,
-        value: object,
-        shape: dict[str, int],
-        signature: Signature,
+        self, operation: str, argument: str, value: object, shape: _Shape, signature: Signature
     ) -> Any:
         """float32 weights of that shape, where there are choices to weigh."""
         if signature.layout == Layout.MASK:
@@ -144,20 +140,14 @@ class Checks:
                 "must not be given where the routing came from is_token_in_rank: there are no "
                 "choices to weigh",
             )
-        weights = self.take(operation, argument, value)
-        self.expect(operation, argument, weights, shape, (np.dtype(np.float32),))
-        return weights
+        return self.array(operation, argument, value, shape, _FLOAT32)
 
     def streams(
-        self,
-        operation: str,
-        previous_event: object,
-        async_finish: object,
-        allocate_on_comm_stream: object,
+        self, operation: str, previous_event: object, async_finish: object, allocate: object
     ) -> Streams:
         """Where the operation runs, as DeepEP says it."""
         background = self.flag(operation, "async_finish", async_finish)
-        allocate = self.flag(operation, "allocate_on_comm_stream", allocate_on_comm_stream)
+        allocate = self.flag(operation, "allocate_on_comm_stream", allocate)
         if previous_event is None and not background and not allocate:
             return HERE
         self.need(operation, "async_finish" if background else "previous_event", "events")
@@ -177,6 +167,14 @@ class Checks:
         event = None if previous_event is None else previous_event.event
         return Streams(event, background, allocate)
 
+    def streams_of_plan(
+        self, operation: str, event: object, options: DispatchOptions | CombineOptions
+    ) -> Streams:
+        """Where alike calls run. The event to begin after is each call's own, and not kept."""
+        allocate = options.allocate_on_comm_stream
+        found = self.streams(operation, event, options.async_finish, allocate)
+        return found if event is None else replace(found, previous_event=None)
+
     def num_sms(self, operation: str, config: object) -> int | None:
         """Blocks that a ``Config`` asks for."""
         if config is None:
@@ -190,6 +188,14 @@ class Checks:
         if isinstance(value, bool | np.bool_):
             return bool(value)
         return self.refuse(operation, argument, f"must be True or False, got {value!r}")
+
+    def one_of(self, operation: str, argument: str, value: object, known: tuple[Any, ...]) -> Any:
+        """One of these names."""
+        for each in known:
+            if isinstance(value, str) and value == each:
+                return each
+        said = " or ".join(repr(each) for each in known)
+        return self.refuse(operation, argument, f"must be {said}, got {value!r}")
 
     def number(self, operation: str, argument: str, value: object, low: int, high: int) -> int:
         """A whole number in these bounds."""
@@ -210,14 +216,9 @@ class Checks:
             )
 
     def expect(
-        self,
-        operation: str,
-        argument: str,
-        array: Any,
-        shape: dict[str, Any],
-        dtypes: tuple[np.dtype[Any], ...] | None,
+        self, operation: str, argument: str, array: Any, shape: _Shape, dtypes: _Dtypes
     ) -> None:
-        """Compare shape (None: any length) and dtype (None: any) with what is wanted."""
+        """Compare shape and dtype with what is wanted."""
         got = tuple(array.shape)
         sizes = tuple(shape.values())
         fits = len(got) == len(sizes) and all(
@@ -232,6 +233,14 @@ class Checks:
             wanted += f" and dtype {' or '.join(str(dtype) for dtype in dtypes)}"
         self.refuse(operation, argument, f"must have {wanted}, got shape {got}, {array.dtype}")
 
+    def array(
+        self, operation: str, argument: str, value: object, shape: _Shape, dtypes: _Dtypes
+    ) -> Any:
+        """The engine's array, if its shape and dtype are right."""
+        array = self.take(operation, argument, value)
+        self.expect(operation, argument, array, shape, dtypes)
+        return array
+
     def writable(self, operation: str, argument: str, array: Any) -> None:
         """An array that may be written into; CuPy's always may."""
         if not getattr(array.flags, "writeable", True):
@@ -240,7 +249,7 @@ class Checks:
     def take(self, operation: str, argument: str, value: object, *, strided: bool = False) -> Any:
         """The engine's array; whatever it complains about is refused on every rank."""
         try:
-            import_array = self._intake_scales if strided else self._intake
+            import_array = self._import_scales if strided else self._import_array
             return import_array(operation, argument, value)
         except ContractError as error:
             if error.refusal is None:
@@ -256,36 +265,12 @@ class Checks:
             Refusal(RefusalCode.ARGUMENT, number),
         )
 
-
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_SUMMABLE = tuple(name for name in DTYPE_CODES if name not in _FP8)
-_SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
-_QUANTIZABLE = ("bfloat16", "float16", "float32")
-_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
-_SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
-_REDUCES: tuple[Reduce, ...] = ("exact", "per_rank")
-_INT32 = (np.dtype(np.int32),)
-
-
-class Checker(Checks):
-    """Checks the arguments of one Buffer's calls: once for all calls of a form."""
-
     # ------------------------------------------------------------------------------- dispatch
 
-    def dispatch(self, given: DispatchArguments) -> tuple[DispatchCall, Signature]:
-        """Check a dispatch; the call for the engine, and the signature of the handle to make."""
-        array_key, most = self._glance, self._spec.num_max_tokens_per_rank
-        key = None if array_key is None else dispatch_key(given, array_key, most)
-        form = self._dispatches.find(key)
-        if form is None:
-            given, form = self._dispatch(given)
-            self._dispatches.keep(key, form)
-        call = form.call(given)
-        return call, form.signed(given, len(call.x))
-
-    def _dispatch(self, given: DispatchArguments) -> tuple[DispatchArguments, DispatchForm]:
-        """All checks; the arguments with the engine's arrays, and what was found out."""
-        quantize = self._quantization(given)
+    def dispatch(self, given: DispatchArguments) -> tuple[DispatchArguments, DispatchPlan]:
+        """Check a dispatch; the arguments with the engine's arrays, and the plan of such calls."""
+        options = given.options
+        quantize = self._quantization(options)
         x, scales, view = self._rows_and_scales(given, quantize)
         num_tokens, spec = len(x), self._spec
         if num_tokens > spec.num_max_tokens_per_rank:
@@ -298,24 +283,22 @@ class Checker(Checks):
             handle = self._cached(given, num_tokens)
             signature = handle.signature
         elif given.topk_idx is not None:
-            topk_idx = self._choices("dispatch", given.topk_idx, num_tokens)
+            topk_idx = self._choices(given.topk_idx, num_tokens)
             signature = made = self._signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
         elif given.is_token_in_rank is not None:
             mask = self.take("dispatch", "is_token_in_rank", given.is_token_in_rank)
             signature = made = self._signature(num_tokens, 0, Layout.MASK)
         else:
-            self.refuse(
-                "dispatch", "", "needs one of topk_idx, is_token_in_rank or handle, got none"
-            )
+            self._wrong("", "needs one of topk_idx, is_token_in_rank or handle, got none")
         weights = None
         if given.topk_weights is not None:
             shape = {"num_tokens": num_tokens, "num_topk": signature.num_topk}
             weights = self.weights("dispatch", "topk_weights", given.topk_weights, shape, signature)
         expand = self._expansion(given, handle)
-        layout = self._one_of("dispatch", "scales_layout", given.scales_layout, _SCALES_LAYOUTS)
-        alignment = self._alignment(given, handle)
-        worst = self._worst(given, handle)
-        zero_padding = self._zero_padding(given, expand)
+        layout = self.one_of("dispatch", "scales_layout", options.scales_layout, _SCALES_LAYOUTS)
+        alignment = self._alignment(options, handle)
+        worst = self._worst(options, handle)
+        zero_padding = self._zero_padding(options, expand)
         taken = given._replace(
             x=x if scales is None else (x, scales),
             topk_idx=topk_idx,
@@ -323,19 +306,23 @@ class Checker(Checks):
             is_token_in_rank=mask,
             cumulative_local_expert_recv_stats=self._stats(given),
         )
-        return taken, DispatchForm(
+        return taken, DispatchPlan(
             view=view,
             signature=made,
             expert_alignment=alignment,
-            own=given.own,
+            own=options.own,
             scales_layout=layout,
             quantize=quantize,
             num_worst_tokens=worst,
             expand=expand,
             zero_padding=zero_padding,
-            num_sms=self.num_sms("dispatch", given.config) or given.num_sms,
-            streams=self._streams("dispatch", given),
+            num_sms=self.num_sms("dispatch", options.config) or options.num_sms,
+            streams=self.streams_of_plan("dispatch", given.previous_event, options),
         )
+
+    def _wrong(self, argument: str, complaint: str) -> NoReturn:
+        """Refuse a dispatch."""
+        self.refuse("dispatch", argument, complaint)
 
     def _signature(self, num_tokens: int, num_topk: int, layout: Layout) -> Signature:
         spec = self._spec
@@ -350,10 +337,9 @@ class Checker(Checks):
         rows, scales = given.x, None
         if isinstance(rows, tuple | list):
             if quantize is not None:
-                self.refuse("dispatch", "quantize", "casts rows, but x has scales already")
+                self._wrong("quantize", "casts rows, but x has scales already")
             if len(rows) != 2:
-                self.refuse(
-                    "dispatch",
+                self._wrong(
                     "x",
                     f"must be one array, or a pair of rows and scales, got a "
                     f"{type(rows).__name__} of {len(rows)}",
@@ -361,21 +347,16 @@ class Checker(Checks):
             self.need("dispatch", "x", "scales")
             rows, scales = rows
             if scales is None:
-                self.refuse("dispatch", "scales", "must be an array, got None; pass x alone")
+                self._wrong("scales", "must be an array, got None; pass x alone")
         x = self.rows("dispatch", rows, 1 if quantize is not None else None)
-        view = None if given.dtype is None else self._view(x, given.dtype)
+        view = None if given.options.dtype is None else self._view(x, given.options.dtype)
         dtype = np.dtype(x.dtype) if view is None else view
         if quantize is not None and dtype.name not in _QUANTIZABLE:
-            self.refuse(
-                "dispatch",
-                "x",
-                f"must be of {' or '.join(_QUANTIZABLE)} to be cast, got {dtype}",
-            )
+            self._wrong("x", f"must be of {' or '.join(_QUANTIZABLE)} to be cast, got {dtype}")
         if scales is None:
             return x, None, view
         if dtype.itemsize != 1 or dtype.name not in DTYPE_CODES:
-            self.refuse(
-                "dispatch",
+            self._wrong(
                 "x",
                 f"must have rows of float8_e4m3fn, float8_e5m2, uint8 or int8 where scales come "
                 f"with it, got {dtype}",
@@ -390,43 +371,35 @@ class Checker(Checks):
         try:
             wanted = resolve_dtype(dtype)
         except (TypeError, ValueError):
-            self.refuse(
-                "dispatch", "dtype", f"must be a dtype of NumPy or ml_dtypes, got {dtype!r}"
-            )
+            self._wrong("dtype", f"must be a dtype of NumPy or ml_dtypes, got {dtype!r}")
         if wanted.itemsize != x.dtype.itemsize:
-            self.refuse(
-                "dispatch",
+            self._wrong(
                 "dtype",
                 f"must have the {x.dtype.itemsize} bytes of an element of x ({x.dtype}), got "
                 f"{wanted}",
             )
         return wanted
 
-    def _quantization(self, given: DispatchArguments) -> Quantization | None:
-        round_scale = self.flag("dispatch", "round_scale", given.round_scale)
-        use_ue8m0 = self.flag("dispatch", "use_ue8m0", given.use_ue8m0)
-        if given.quantize is None:
+    def _quantization(self, options: DispatchOptions) -> Quantization | None:
+        round_scale = self.flag("dispatch", "round_scale", options.round_scale)
+        use_ue8m0 = self.flag("dispatch", "use_ue8m0", options.use_ue8m0)
+        if options.quantize is None:
             for argument, value in (("round_scale", round_scale), ("use_ue8m0", use_ue8m0)):
                 if value:
-                    self.refuse("dispatch", argument, "needs quantize='fp8_e4m3'")
+                    self._wrong(argument, "needs quantize='fp8_e4m3'")
             return None
-        name = self._one_of("dispatch", "quantize", given.quantize, tuple(_FORMATS))
+        name = self.one_of("dispatch", "quantize", options.quantize, tuple(_FORMATS))
         self.need("dispatch", "quantize", "quantize")
         if use_ue8m0 and not round_scale:
-            self.refuse(
-                "dispatch", "use_ue8m0", "needs round_scale=True: only powers of two are exponents"
-            )
+            self._wrong("use_ue8m0", "needs round_scale=True: only powers of two are exponents")
         return Quantization(_FORMATS[name], round_scale, use_ue8m0)
 
     def _cached(self, given: DispatchArguments, num_tokens: int) -> DispatchHandle:
         handle = self.handle("dispatch", given.handle)
         if given.topk_idx is not None:
-            self.refuse(
-                "dispatch", "topk_idx", "must not be given together with a handle, which fixes it"
-            )
+            self._wrong("topk_idx", "must not be given together with a handle, which fixes it")
         if handle.num_tokens != num_tokens:
-            self.refuse(
-                "dispatch",
+            self._wrong(
                 "x",
                 f"must have as many rows as the dispatch that made the handle, "
                 f"{handle.num_tokens}, got {num_tokens}",
@@ -437,11 +410,8 @@ class Checker(Checks):
         """Shapes and dtypes of what DeepEP needs and we do not."""
         spec = self._spec
         ranks = spec.num_ranks
-        wanted: dict[str, tuple[dict[str, int | None], tuple[np.dtype[Any], ...]]] = {
-            "is_token_in_rank": (
-                {"num_tokens": num_tokens, "num_ranks": ranks},
-                (np.dtype(np.bool_),),
-            ),
+        wanted: dict[str, tuple[_Shape, _Dtypes]] = {
+            "is_token_in_rank": ({"num_tokens": num_tokens, "num_ranks": ranks}, _BOOL),
             "num_tokens_per_rank": ({"num_ranks": ranks}, _INT32),
             "num_tokens_per_rdma_rank": ({"num_nodes": 1}, _INT32),
             "num_tokens_per_expert": ({"num_experts": spec.num_experts}, _INT32),
@@ -449,34 +419,29 @@ class Checker(Checks):
         for argument, (shape, dtypes) in wanted.items():
             value = getattr(given, argument)
             if value is not None:
-                array = self.take("dispatch", argument, value)
-                self.expect("dispatch", argument, array, shape, dtypes)
+                self.array("dispatch", argument, value, shape, dtypes)
 
-    def _choices(self, operation: str, value: object, num_tokens: int | None) -> Any:
-        topk_idx = self.take(operation, "topk_idx", value)
-        spec = self._spec
+    def _choices(self, value: object, num_tokens: int) -> Any:
+        topk_idx, spec = self.take("dispatch", "topk_idx", value), self._spec
         if spec.num_experts is None:
-            self.refuse(operation, "topk_idx", "needs num_experts in the Buffer's constructor")
-        dtypes = (np.dtype(np.int64), np.dtype(np.int32))
+            self._wrong("topk_idx", "needs num_experts in the Buffer's constructor")
         shape = {"num_tokens": num_tokens, "num_topk": None}
-        self.expect(operation, "topk_idx", topk_idx, shape, dtypes)
+        self.expect("dispatch", "topk_idx", topk_idx, shape, _INDEX)
         if not 1 <= topk_idx.shape[1] <= spec.num_topk:
-            self.refuse(
-                operation,
+            self._wrong(
                 "topk_idx",
                 f"must have 1 to num_topk = {spec.num_topk} columns, as the Buffer's constructor "
                 f"was told, got {topk_idx.shape[1]}",
             )
         return topk_idx
 
-    def _alignment(self, given: DispatchArguments, handle: DispatchHandle | None) -> int:
-        value = self.number("dispatch", "expert_alignment", given.expert_alignment, 1, 1 << 30)
+    def _alignment(self, options: DispatchOptions, handle: DispatchHandle | None) -> int:
+        value = self.number("dispatch", "expert_alignment", options.expert_alignment, 1, 1 << 30)
         if handle is None:
             return value
         fixed = handle.expert_alignment
         if handle.do_expand and value not in (1, fixed):
-            self.refuse(
-                "dispatch",
+            self._wrong(
                 "expert_alignment",
                 f"must be that of the dispatch that made the handle, {fixed}, or left out, got "
                 f"{value}",
@@ -485,12 +450,11 @@ class Checker(Checks):
 
     def _expansion(self, given: DispatchArguments, handle: DispatchHandle | None) -> bool:
         fixed = None if handle is None else handle.do_expand
-        if given.do_expand is None:
+        if given.options.do_expand is None:
             return bool(fixed)
-        expand = self.flag("dispatch", "do_expand", given.do_expand)
+        expand = self.flag("dispatch", "do_expand", given.options.do_expand)
         if fixed is not None and expand != fixed:
-            self.refuse(
-                "dispatch",
+            self._wrong(
                 "do_expand",
                 f"must be {fixed}, as in the dispatch that made the handle, or left out, got "
                 f"{expand}",
@@ -498,34 +462,33 @@ class Checker(Checks):
         if expand and handle is None:
             self.need("dispatch", "do_expand", "expand")
             if given.topk_idx is None:
-                self.refuse("dispatch", "do_expand", "needs topk_idx")
+                self._wrong("do_expand", "needs topk_idx")
         return expand
 
-    def _zero_padding(self, given: DispatchArguments, expand: bool) -> bool:
-        zero_padding = self.flag("dispatch", "do_zero_padding", given.do_zero_padding)
+    def _zero_padding(self, options: DispatchOptions, expand: bool) -> bool:
+        zero_padding = self.flag("dispatch", "do_zero_padding", options.do_zero_padding)
         if zero_padding and not expand:
-            self.refuse("dispatch", "do_zero_padding", "needs do_expand=True")
+            self._wrong("do_zero_padding", "needs do_expand=True")
         return zero_padding
 
-    def _worst(self, given: DispatchArguments, handle: DispatchHandle | None) -> int | None:
+    def _worst(self, options: DispatchOptions, handle: DispatchHandle | None) -> int | None:
         """``num_worst_tokens``, or None where the host waits; ``do_cpu_sync`` says it too."""
         most = self._spec.max_recv_tokens
-        worst = self.number("dispatch", "num_worst_tokens", given.num_worst_tokens, 0, most)
-        sync = given.do_cpu_sync
+        worst = self.number("dispatch", "num_worst_tokens", options.num_worst_tokens, 0, most)
+        sync = options.do_cpu_sync
         sync = None if sync is None else self.flag("dispatch", "do_cpu_sync", sync)
         if handle is not None:
             if sync:
-                self.refuse("dispatch", "do_cpu_sync", "must not be True with a handle")
+                self._wrong("do_cpu_sync", "must not be True with a handle")
             if worst not in (0, handle.num_recv_tokens):
-                self.refuse(
-                    "dispatch",
+                self._wrong(
                     "num_worst_tokens",
                     f"must be the {handle.num_recv_tokens} tokens of the handle, or left out, "
                     f"got {worst}",
                 )
             return None
         if worst and sync:
-            self.refuse("dispatch", "do_cpu_sync", "must not be True with num_worst_tokens")
+            self._wrong("do_cpu_sync", "must not be True with num_worst_tokens")
         if not worst and sync is not False:
             return None
         self.need("dispatch", "num_worst_tokens" if worst else "do_cpu_sync", "no_wait")
@@ -538,27 +501,17 @@ class Checker(Checks):
             return None
         self.need("dispatch", name, "stats")
         if given.topk_idx is None:
-            self.refuse("dispatch", name, "needs topk_idx: the call has no choices to count")
-        stats = self.take("dispatch", name, value)
+            self._wrong(name, "needs topk_idx: the call has no choices to count")
         shape = {"num_local_experts": self._spec.num_local_experts}
-        self.expect("dispatch", name, stats, shape, _INT32)
+        stats = self.array("dispatch", name, value, shape, _INT32)
         self.writable("dispatch", name, stats)
         return stats
 
     # -------------------------------------------------------------------------------- combine
 
-    def combine(self, given: CombineArguments) -> CombineCall:
-        """Check a combine; the call for the engine."""
-        array_key = self._glance
-        key = None if array_key is None else combine_key(given, array_key)
-        form = self._combines.find(key)
-        if form is None:
-            given, form = self._combine(given)
-            self._combines.keep(key, form)
-        return form.call(given)
-
-    def _combine(self, given: CombineArguments) -> tuple[CombineArguments, CombineForm]:
-        """All checks; the arguments with the engine's arrays, and what was found out."""
+    def combine(self, given: CombineArguments) -> tuple[CombineArguments, CombinePlan]:
+        """Check a combine; the arguments with the engine's arrays, and the plan of such calls."""
+        options = given.options
         known = self.handle("combine", given.handle)
         rows = self.rows("combine", given.x)
         if len(rows) != known.num_rows:
@@ -589,32 +542,26 @@ class Checker(Checks):
         out = None
         if given.out is not None:
             self.need("combine", "out", "out")
-            out = self.take("combine", "out", given.out)
-            self.expect("combine", "out", out, result, (dtype,))
+            out = self.array("combine", "out", given.out, result, (dtype,))
             self.writable("combine", "out", out)
+        biases = self._biases(given.bias, result, dtype)
+        reduce = self.one_of("combine", "reduce", options.reduce, _REDUCES)
+        row_weights = self._row_weights(given, known, dtype)
         taken = given._replace(
-            x=rows,
-            topk_weights=weights,
-            bias=self._biases(given.bias, result, dtype),
-            out=out,
+            x=rows, topk_weights=weights, bias=biases, out=out, row_weights=row_weights
         )
-        reduce = self._one_of("combine", "reduce", given.reduce, _REDUCES)
-        taken = taken._replace(row_weights=self._row_weights(given, known, dtype))
-        return taken, CombineForm(
-            own=given.own,
+        return taken, CombinePlan(
+            own=options.own,
             reduce=reduce,
-            num_sms=self.num_sms("combine", given.config) or given.num_sms,
-            streams=self._streams("combine", given),
+            num_sms=self.num_sms("combine", options.config) or options.num_sms,
+            streams=self.streams_of_plan("combine", given.previous_event, options),
         )
 
-    def _biases(self, bias: object, shape: dict[str, int], dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    def _biases(self, bias: object, shape: _Shape, dtype: np.dtype[Any]) -> tuple[Any, ...]:
         given = listed(bias)
         if len(given) > 2:
             self.refuse("combine", "bias", f"must be at most two arrays, got {len(given)}")
-        biases = tuple(self.take("combine", "bias", each) for each in given)
-        for each in biases:
-            self.expect("combine", "bias", each, shape, (dtype,))
-        return biases
+        return tuple(self.array("combine", "bias", each, shape, (dtype,)) for each in given)
 
     def _row_weights(
         self, given: CombineArguments, known: DispatchHandle, dtype: np.dtype[Any]
@@ -633,32 +580,17 @@ class Checker(Checks):
         shape = {"num_rows": known.num_rows}
         return self.weights("combine", "row_weights", given.row_weights, shape, known.signature)
 
-    def _streams(self, operation: str, given: DispatchArguments | CombineArguments) -> Streams:
-        """Where calls of a form run; the event is each call's own, and not kept."""
-        event, allocate = given.previous_event, given.allocate_on_comm_stream
-        found = self.streams(operation, event, given.async_finish, allocate)
-        return found if event is None else replace(found, previous_event=None)
-
     # ------------------------------------------------------------------------------ the layout
 
     def layout(self, topk_idx: object, num_experts: object) -> tuple[Any, int]:
         """Check the arguments of ``get_dispatch_layout``; a failure concerns this rank alone."""
         operation, spec = "get_dispatch_layout", self._spec
         number = spec.num_experts if num_experts is None else num_experts
-        if not is_int(number) or int(number) < 1 or int(number) % spec.num_ranks:  # type: ignore[call-overload]
+        if not is_int(number) or number < 1 or number % spec.num_ranks:
             self.refuse(
                 operation,
                 "num_experts",
                 f"must be a positive multiple of the {spec.num_ranks} ranks, got {number!r}",
             )
-        array = self.take(operation, "topk_idx", topk_idx)
-        dtypes = (np.dtype(np.int64), np.dtype(np.int32))
-        self.expect(operation, "topk_idx", array, {"num_tokens": None, "num_topk": None}, dtypes)
-        return array, int(number)  # type: ignore[call-overload]
-
-    def _one_of(self, operation: str, argument: str, value: object, known: tuple[Any, ...]) -> Any:
-        for each in known:
-            if isinstance(value, str) and value == each:
-                return each
-        said = " or ".join(repr(each) for each in known)
-        return self.refuse(operation, argument, f"must be {said}, got {value!r}")
+        shape = {"num_tokens": None, "num_topk": None}
+        return self.array(operation, "topk_idx", topk_idx, shape, _INDEX), int(number)

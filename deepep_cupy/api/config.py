@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError
 from deepep_cupy.protocol.sizes import MAX_EXPERTS, MAX_RANKS, MAX_TOPK, BufferSpec
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["BufferArguments", "Config", "agree", "resolve_dtype"]
+__all__ = ["BufferArguments", "Config", "agree", "is_int", "resolve_dtype"]
 
 
 # ------------------------ ``Config``: DeepEP V1's settings of queues, of which there are none here
@@ -91,7 +91,7 @@ class BufferArguments:
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if not _is_int(value) or not low <= value <= high:
+            if not is_int(value) or not low <= value <= high:
                 return (
                     f"argument '{name}' must be a whole number from {low} to {high}, got {value!r}"
                 )
@@ -204,7 +204,7 @@ def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | No
             f"join; split it into groups with comm.Split()"
         )
     per_node = arguments.ranks_per_node
-    per_node = int(per_node) if _is_int(per_node) else group.size
+    per_node = int(per_node) if is_int(per_node) else group.size
     if group.node_size != group.size or 0 < per_node < group.size:
         here = min(group.node_size, per_node)
         return (
@@ -215,7 +215,8 @@ def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | No
     return None
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or of NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

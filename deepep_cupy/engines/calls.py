@@ -1,4 +1,13 @@
-"""Calls as given and as checked: what the api hands to an engine."""
+"""Calls of ``dispatch`` and ``combine``, as given and as checked.
+
+===================  ============================================================================
+``…Arguments``       what the user passed; its ``…Options`` are all that is no array, handle or
+                     event
+``…Call``            what the api hands to an engine: arrays that have been checked, and a plan
+``…Plan``            what the checks found out about the options: shared by alike calls, so that
+                     these are checked once (``api.call_cache``)
+===================  ============================================================================
+"""
 
 from __future__ import annotations
 
@@ -12,14 +21,16 @@ from deepep_cupy.protocol.headers import Layout
 __all__ = [
     "HERE",
     "Array",
+    "CallPlan",
     "CombineArguments",
     "CombineCall",
-    "CombineForm",
+    "CombineOptions",
+    "CombinePlan",
     "DispatchArguments",
     "DispatchCall",
-    "DispatchForm",
+    "DispatchOptions",
+    "DispatchPlan",
     "Event",
-    "Form",
     "Quantization",
     "Reduce",
     "Routing",
@@ -78,18 +89,6 @@ class Streams:
 
 HERE = Streams()
 """On the current stream, which waits; where the api says this, it is this very object."""
-
-
-@dataclass(eq=False, slots=True)
-class Form:
-    """What calls have in common that differ in nothing but the contents of their arrays and how
-    many rows these have. The api passes one object with all calls of a form.
-
-    Attributes:
-        plan: For the engine, to keep what it has worked out.
-    """
-
-    plan: Any = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -168,97 +167,6 @@ class Routing:
         return self.num_expanded_rows if self.expanded else self.num_recv_tokens
 
 
-@dataclass(eq=False, slots=True)
-class DispatchCall:
-    """A checked dispatch. Exactly one of topk_idx, is_token_in_rank and routing is given.
-
-    Attributes:
-        x: ``[T, H]`` rows, C-contiguous, any dtype; with ``scales`` of one byte; with
-            ``quantize`` bfloat16, float16 or float32.
-        topk_idx: ``[T, K]`` int32 or int64, or ``None``. Values are not checked yet.
-        topk_weights: ``[T, K]`` float32, or ``None``.
-        is_token_in_rank: ``[T, R]`` bool, or ``None``.
-        routing: A cached layout, or ``None``.
-        expert_alignment: Each entry of the list of counts is rounded up to a multiple of this,
-            and in the expanded layout each expert's first row is a multiple of it. With
-            ``routing``: that of the routing.
-        own: True when the results are to be ordinary memory rather than pool memory.
-        scales: ``[T, S]`` of 4-byte items (float32, int32 or uint32), any strides, or ``None``:
-            they travel bit for bit with their rows. S = ``protocol.routing.num_scales(H, packed)``.
-        scales_layout: Order of the received scales in memory.
-        quantize: Cast the rows on their way; results as with ``scales``. Never with ``scales``.
-        num_worst_tokens: ``None``: the host waits for the counts. Else the most tokens this rank
-            can receive, at most R * M; the host does not wait, arrays have this many rows (in
-            the expanded layout ``protocol.routing.worst_expanded_rows``), and every rank raises
-            where some rank would receive more (header word ``capacity``). May differ between
-            ranks; with ``routing`` always ``None``.
-        expand: The expanded layout; equal to ``routing.expanded`` where there is a routing.
-        zero_padding: Expanded layout: rows that only fill up an expert's rows to a multiple of
-            ``expert_alignment`` are zero, their scales and weights too; else undefined. Rows
-            behind the last expert's are undefined either way.
-        recv_stats: ``[El]`` int32, to which the call adds ``expert_counts`` in place when it
-            ends well, or ``None``. Never with ``routing``.
-        num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
-        streams: Where it runs.
-        form: Shared with calls like this one.
-    """
-
-    x: Array
-    topk_idx: Array | None
-    topk_weights: Array | None
-    is_token_in_rank: Array | None
-    routing: Routing | None
-    expert_alignment: int
-    own: bool
-    scales: Array | None = None
-    scales_layout: ScalesLayout = "row"
-    quantize: Quantization | None = None
-    num_worst_tokens: int | None = None
-    expand: bool = False
-    zero_padding: bool = False
-    recv_stats: Array | None = None
-    num_sms: int | None = None
-    streams: Streams = HERE
-    form: Form = field(default_factory=Form)
-
-
-@dataclass(eq=False, slots=True)
-class CombineCall:
-    """A checked combine.
-
-    Attributes:
-        x: ``[routing.num_rows, H]`` rows, C-contiguous.
-        routing: The routing of the handle.
-        topk_weights: ``[N, K]`` float32 to be summed over ranks; expanded: ``[num_rows]``
-            float32, carried back to the choices they belong to. Or ``None``.
-        biases: Zero to two arrays ``[T, H]`` of the dtype of ``x``.
-        own: True when the result is to be ordinary memory rather than pool memory.
-        reduce: Expanded layout only. ``"exact"``: terms are the copies, rank by rank and within
-            a rank by ascending column of the choice, rounded once. ``"per_rank"``: each rank
-            first adds its copies of a token in that order and rounds; the rest is a plain
-            combine of these sums.
-        row_weights: Expanded layout, floating rows: ``[num_rows]`` float32 that each copy is
-            multiplied with, in the type that sums are kept in, before it is added; or ``None``.
-        out: ``[T, H]`` C-contiguous, dtype of ``x``, to write the result into, or ``None``. The
-            engine refuses one that shares memory with any other argument.
-        num_sms: As in ``DispatchCall``.
-        streams: As in ``DispatchCall``.
-        form: As in ``DispatchCall``.
-    """
-
-    x: Array
-    routing: Routing
-    topk_weights: Array | None
-    biases: tuple[Array, ...]
-    own: bool = False
-    reduce: Reduce = "exact"
-    row_weights: Array | None = None
-    out: Array | None = None
-    num_sms: int | None = None
-    streams: Streams = HERE
-    form: Form = field(default_factory=Form)
-
-
 @dataclass(frozen=True)
 class Signature:
     """What a call must share with the dispatch that made its handle. The dtype is not in it.
@@ -280,19 +188,10 @@ class Signature:
     layout: Layout
 
 
-class DispatchArguments(NamedTuple):
-    """What the user passed to ``dispatch``; see there. ``num_sms`` is the Buffer's."""
+class DispatchOptions(NamedTuple):
+    """What the user passed to ``dispatch`` beside arrays, handle and event: whole numbers, flags
+    and names, part of the key that finds a call's plan. ``num_sms`` is the Buffer's."""
 
-    x: Any
-    handle: Any = None
-    topk_idx: Any = None
-    topk_weights: Any = None
-    is_token_in_rank: Any = None
-    num_tokens_per_rank: Any = None
-    num_tokens_per_rdma_rank: Any = None
-    num_tokens_per_expert: Any = None
-    cumulative_local_expert_recv_stats: Any = None
-    previous_event: Any = None
     expert_alignment: Any = 1
     own: bool = False
     num_worst_tokens: Any = 0
@@ -310,28 +209,96 @@ class DispatchArguments(NamedTuple):
     do_zero_padding: Any = False
 
 
+class DispatchArguments(NamedTuple):
+    """What the user passed to ``dispatch``, not checked."""
+
+    x: Any
+    handle: Any = None
+    topk_idx: Any = None
+    topk_weights: Any = None
+    is_token_in_rank: Any = None
+    num_tokens_per_rank: Any = None
+    num_tokens_per_rdma_rank: Any = None
+    num_tokens_per_expert: Any = None
+    cumulative_local_expert_recv_stats: Any = None
+    previous_event: Any = None
+    options: DispatchOptions = DispatchOptions()
+
+
+class CombineOptions(NamedTuple):
+    """What the user passed to ``combine`` beside arrays, handle and event, part of the key that
+    finds a call's plan. ``num_sms`` is the Buffer's."""
+
+    own: bool = False
+    config: Any = None
+    num_sms: int | None = None
+    async_finish: Any = False
+    allocate_on_comm_stream: Any = False
+    reduce: Any = "exact"
+
+
+class CombineArguments(NamedTuple):
+    """What the user passed to ``combine``, not checked."""
+
+    x: Any
+    handle: Any
+    topk_weights: Any = None
+    row_weights: Any = None
+    bias: Any = None
+    out: Any = None
+    previous_event: Any = None
+    options: CombineOptions = CombineOptions()
+
+
+@dataclass(eq=False, slots=True)
+class CallPlan:
+    """What alike calls have in common: calls that differ in nothing but the contents of their
+    arrays and how many rows these have. All of them are passed to the engine with one plan.
+
+    Attributes:
+        prepared: For the engine, to keep what it has worked out for these calls.
+    """
+
+    prepared: Any = field(default=None, init=False)
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
-class DispatchForm(Form):
-    """What checks found out about dispatches of one form.
+class DispatchPlan(CallPlan):
+    """What the checks found out about alike dispatches.
 
     Attributes:
         view: Dtype that the bytes of ``x`` are taken for; None: its own.
-        signature: Of the newest handle; None where one is given.
-        expert_alignment: As the others, see ``DispatchCall``.
-        streams: Without the event to begin after.
+        signature: Of the newest handle that such a call has made; None where one is given.
+        expert_alignment: Each entry of the list of counts is rounded up to a multiple of this,
+            and in the expanded layout each expert's first row is a multiple of it. With a
+            routing: that of the routing.
+        own: True when the results are to be ordinary memory rather than pool memory.
+        scales_layout: Order of the received scales in memory.
+        quantize: Cast the rows on their way; results as with ``scales``. Never with ``scales``.
+        num_worst_tokens: ``None``: the host waits for the counts. Else the most tokens this rank
+            can receive, at most R * M; the host does not wait, arrays have this many rows (in
+            the expanded layout ``protocol.routing.worst_expanded_rows``), and every rank raises
+            where some rank would receive more (header word ``capacity``). May differ between
+            ranks; with a routing always ``None``.
+        expand: The expanded layout; equal to ``routing.expanded`` where there is a routing.
+        zero_padding: Expanded layout: rows that only fill up an expert's rows to a multiple of
+            ``expert_alignment`` are zero, their scales and weights too; else undefined. Rows
+            behind the last expert's are undefined either way.
+        num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
+        streams: Where the calls run, without the event that a call begins after.
     """
 
-    view: np.dtype[Any] | None
-    signature: Signature | None
-    expert_alignment: int
-    own: bool
-    scales_layout: ScalesLayout
-    quantize: Quantization | None
-    num_worst_tokens: int | None
-    expand: bool
-    zero_padding: bool
-    num_sms: int | None
-    streams: Streams
+    view: np.dtype[Any] | None = None
+    signature: Signature | None = None
+    expert_alignment: int = 1
+    own: bool = False
+    scales_layout: ScalesLayout = "row"
+    quantize: Quantization | None = None
+    num_worst_tokens: int | None = None
+    expand: bool = False
+    zero_padding: bool = False
+    num_sms: int | None = None
+    streams: Streams = HERE
 
     def call(self, given: DispatchArguments) -> DispatchCall:
         """The call for the engine. ``given``: arrays are the engine's."""
@@ -348,16 +315,8 @@ class DispatchForm(Form):
             given.topk_weights,
             None if routed else given.is_token_in_rank,
             None if handle is None else handle.routing,
-            self.expert_alignment,
-            self.own,
             scales,
-            self.scales_layout,
-            self.quantize,
-            self.num_worst_tokens,
-            self.expand,
-            self.zero_padding,
             given.cumulative_local_expert_recv_stats,
-            self.num_sms,
             self.streams if event is None else _begun_after(event, self.streams),
             self,
         )
@@ -373,37 +332,55 @@ class DispatchForm(Form):
         return signature
 
 
-class CombineArguments(NamedTuple):
-    """What the user passed to ``combine``; see there. ``num_sms`` is the Buffer's."""
+@dataclass(eq=False, slots=True)
+class DispatchCall:
+    """A checked dispatch: its arrays, and its plan. Exactly one of topk_idx, is_token_in_rank and
+    routing is given.
 
-    x: Any
-    handle: Any
-    topk_weights: Any = None
-    row_weights: Any = None
-    bias: Any = None
-    out: Any = None
-    previous_event: Any = None
-    own: bool = False
-    config: Any = None
-    num_sms: int | None = None
-    async_finish: Any = False
-    allocate_on_comm_stream: Any = False
-    reduce: Any = "exact"
+    Attributes:
+        x: ``[T, H]`` rows, C-contiguous, any dtype; with ``scales`` of one byte; with
+            ``plan.quantize`` bfloat16, float16 or float32.
+        topk_idx: ``[T, K]`` int32 or int64, or ``None``. Values are not checked yet.
+        topk_weights: ``[T, K]`` float32, or ``None``.
+        is_token_in_rank: ``[T, R]`` bool, or ``None``.
+        routing: A cached layout, or ``None``.
+        scales: ``[T, S]`` of 4-byte items (float32, int32 or uint32), any strides, or ``None``:
+            they travel bit for bit with their rows. S = ``protocol.routing.num_scales(H, packed)``.
+        recv_stats: ``[El]`` int32, to which the call adds ``expert_counts`` in place when it
+            ends well, or ``None``. Never with ``routing``.
+        streams: Where it runs.
+        plan: Shared with alike calls.
+    """
+
+    x: Array
+    topk_idx: Array | None = None
+    topk_weights: Array | None = None
+    is_token_in_rank: Array | None = None
+    routing: Routing | None = None
+    scales: Array | None = None
+    recv_stats: Array | None = None
+    streams: Streams = HERE
+    plan: DispatchPlan = field(default_factory=DispatchPlan)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class CombineForm(Form):
-    """What checks found out about combines of one form.
+class CombinePlan(CallPlan):
+    """What the checks found out about alike combines.
 
     Attributes:
-        own: As the others, see ``CombineCall``.
-        streams: Without the event to begin after.
+        own: True when the result is to be ordinary memory rather than pool memory.
+        reduce: Expanded layout only. ``"exact"``: terms are the copies, rank by rank and within
+            a rank by ascending column of the choice, rounded once. ``"per_rank"``: each rank
+            first adds its copies of a token in that order and rounds; the rest is a plain
+            combine of these sums.
+        num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
+        streams: Where the calls run, without the event that a call begins after.
     """
 
-    own: bool
-    reduce: Reduce
-    num_sms: int | None
-    streams: Streams
+    own: bool = False
+    reduce: Reduce = "exact"
+    num_sms: int | None = None
+    streams: Streams = HERE
 
     def call(self, given: CombineArguments) -> CombineCall:
         """The call for the engine. ``given``: arrays are the engine's."""
@@ -413,14 +390,39 @@ class CombineForm(Form):
             given.handle.routing,
             given.topk_weights,
             () if bias is None else listed(bias),
-            self.own,
-            self.reduce,
             given.row_weights,
             given.out,
-            self.num_sms,
             self.streams if event is None else _begun_after(event, self.streams),
             self,
         )
+
+
+@dataclass(eq=False, slots=True)
+class CombineCall:
+    """A checked combine: its arrays, and its plan.
+
+    Attributes:
+        x: ``[routing.num_rows, H]`` rows, C-contiguous.
+        routing: The routing of the handle.
+        topk_weights: ``[N, K]`` float32 to be summed over ranks; expanded: ``[num_rows]``
+            float32, carried back to the choices they belong to. Or ``None``.
+        biases: Zero to two arrays ``[T, H]`` of the dtype of ``x``.
+        row_weights: Expanded layout, floating rows: ``[num_rows]`` float32 that each copy is
+            multiplied with, in the type that sums are kept in, before it is added; or ``None``.
+        out: ``[T, H]`` C-contiguous, dtype of ``x``, to write the result into, or ``None``. The
+            engine refuses one that shares memory with any other argument.
+        streams: Where it runs.
+        plan: Shared with alike calls.
+    """
+
+    x: Array
+    routing: Routing
+    topk_weights: Array | None = None
+    biases: tuple[Array, ...] = ()
+    row_weights: Array | None = None
+    out: Array | None = None
+    streams: Streams = HERE
+    plan: CombinePlan = field(default_factory=CombinePlan)
 
 
 def listed(bias: Any) -> tuple[Any, ...]:

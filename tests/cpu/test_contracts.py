@@ -4,13 +4,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, resolve_dtype
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.engines.calls import Routing, Signature
+from deepep_cupy.engines.calls import CombineArguments, Routing, Signature
+from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import ARGUMENTS, Layout, RefusalCode
 from deepep_cupy.protocol.sizes import BufferSpec
+from flat_calls import always_checked, arguments_of
 
 R, M, H, K, E = 2, 8, 16, 3, 6
 RANK = 1
@@ -37,7 +39,7 @@ def import_array(operation, argument, value):
 
 @pytest.fixture
 def checker():
-    return Checker(spec(), 7, import_array)
+    return always_checked(Checker(spec(), 7, import_array, ALL_MODES, import_array), M)
 
 
 def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
@@ -56,7 +58,7 @@ def given(**changes):
         "expert_alignment": 1,
         "own": False,
     }
-    return DispatchArguments(**(nothing | right | changes))
+    return arguments_of("dispatch", nothing | right | changes)
 
 
 def test_a_right_dispatch(checker):
@@ -145,7 +147,8 @@ def test_wrong_dispatches_are_refused_by_argument(checker, argument, changes):
 
 
 def test_choices_need_experts():
-    checker = Checker(spec(num_experts=None), 7, import_array)
+    checker = Checker(spec(num_experts=None), 7, import_array, ALL_MODES, import_array)
+    checker = always_checked(checker, M)
     with pytest.raises(ContractError, match="needs num_experts"):
         checker.dispatch(given())
 

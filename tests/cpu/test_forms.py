@@ -1,4 +1,4 @@
-"""A call whose form is known is checked as one that was never seen: same call, or same error."""
+"""A call whose plan is known is judged as one that was never seen: same call, or same error."""
 
 import dataclasses
 import random
@@ -8,17 +8,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_cupy.api import call_cache as forms
-from deepep_cupy.api import checks as contracts
-from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api import call_cache
+from deepep_cupy.api.call_cache import CallCache
+from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import Config
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.engines.calls import Routing, Signature
+from deepep_cupy.engines.calls import (
+    CombineArguments,
+    CombineOptions,
+    DispatchArguments,
+    DispatchOptions,
+    Routing,
+    Signature,
+)
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import Layout
 from deepep_cupy.protocol.sizes import BufferSpec
+from flat_calls import always_checked, arguments_of
 
 R, M, H, K, E = 2, 8, 256, 3, 6
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -49,7 +57,7 @@ def array_key(value, strided):
     return (value.shape, value.dtype) if strided or value.flags.c_contiguous else None
 
 
-def checker(look=None):
+def cache(look=None):
     spec = BufferSpec(
         num_ranks=R,
         rank=1,
@@ -59,7 +67,8 @@ def checker(look=None):
         num_experts=E,
         timeout_s=1.0,
     )
-    return Checker(spec, 7, import_array, ALL_MODES, import_scales, look)
+    checker = Checker(spec, 7, import_array, ALL_MODES, import_scales)
+    return always_checked(checker, M) if look is None else CallCache(checker, look, M)
 
 
 def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
@@ -223,14 +232,15 @@ RIGHT = {
 
 def outcome(made, operation, arguments):
     """What is passed on to the engine, or the error."""
-    kind = DispatchArguments if operation == "dispatch" else CombineArguments
     try:
-        call = getattr(made, operation)(kind(**arguments))
+        call = getattr(made, operation)(arguments_of(operation, arguments))
     except ContractError as error:
         return str(error), error.refusal
     call, *signature = call if operation == "dispatch" else (call,)
     found = {each.name: getattr(call, each.name) for each in dataclasses.fields(call)}
-    del found["form"]
+    plan = found.pop("plan")
+    found |= {each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)}
+    del found["prepared"]
     found["streams"] = [getattr(call.streams, each) for each in type(call.streams).__slots__]
     return {name: described(value) for name, value in found.items()}, signature
 
@@ -248,12 +258,12 @@ def described(value):
 
 def compare(operation, values, rng, rounds, look=array_key):
     """Random calls on a checker that has seen many, and on new ones; how many were right."""
-    warm, right = checker(look), 0
+    warm, right = cache(look), 0
     for _ in range(rounds):
         arguments = dict(rng.choice(RIGHT[operation]))
         for name in rng.sample(sorted(values), rng.choice((0, 1, 1, 2, 3))):
             arguments[name] = rng.choice(values[name])
-        got, want = (outcome(each, operation, arguments) for each in (warm, checker()))
+        got, want = (outcome(each, operation, arguments) for each in (warm, cache()))
         assert got == want, arguments
         right += isinstance(got[0], dict)
     return right, warm
@@ -264,34 +274,35 @@ CASES = {"dispatch": DISPATCH, "combine": COMBINE}
 
 @pytest.mark.parametrize("operation", CASES)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_known_form_is_judged_as_a_new_one(operation, seed):
+def test_a_known_call_is_judged_as_a_new_one(operation, seed):
     right, warm = compare(operation, CASES[operation], random.Random(seed), 4000)
     assert right > 400
-    memo = warm._dispatches if operation == "dispatch" else warm._combines
-    assert 1 < len(memo._forms) <= forms._MOST_FORMS
+    plans = warm._dispatches if operation == "dispatch" else warm._combines
+    assert 1 < len(plans._plans) <= call_cache._MOST_PLANS
 
 
 def test_every_argument_is_tried():
-    assert set(DISPATCH) | {"num_tokens_per_rdma_rank"} == set(DispatchArguments._fields)
-    assert set(COMBINE) == set(CombineArguments._fields)
+    dispatch = {*DispatchArguments._fields, *DispatchOptions._fields} - {"options"}
+    assert set(DISPATCH) | {"num_tokens_per_rdma_rank"} == dispatch
+    assert set(COMBINE) == {*CombineArguments._fields, *CombineOptions._fields} - {"options"}
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
-def test_the_number_of_tokens_makes_no_new_form(tokens, monkeypatch):
-    made = checker(array_key)
+def test_the_number_of_tokens_makes_no_new_plan(tokens, monkeypatch):
+    made = cache(array_key)
     x, idx = zeros(4, H, dtype=np.float16), zeros(4, K, dtype=np.int64)
     first, _ = made.dispatch(DispatchArguments(x, topk_idx=idx))
-    monkeypatch.setattr(made, "_dispatch", None)
+    monkeypatch.setattr(made, "_checker", None)
     x, idx = zeros(tokens, H, dtype=np.float16), zeros(tokens, K, dtype=np.int64)
     second, signature = made.dispatch(DispatchArguments(x, topk_idx=idx))
-    assert second.form is first.form
+    assert second.plan is first.plan
     assert signature.num_tokens == tokens
 
 
-def test_a_form_keeps_nothing_of_its_calls():
+def test_a_plan_keeps_nothing_of_its_calls():
     """Neither arrays nor events, of the first call or of later ones; and there are not many."""
-    made = checker(array_key)
-    for turn in range(3 * forms._MOST_FORMS):
+    made = cache(array_key)
+    for turn in range(3 * call_cache._MOST_PLANS):
         x = zeros(5, H - turn // 2)
         given = x[:4], Past(), handle()
         seen = [weakref.ref(each) for each in (x, given[1], given[2])]
@@ -301,8 +312,8 @@ def test_a_form_keeps_nothing_of_its_calls():
         made.combine(CombineArguments(x, given[2], previous_event=event))
         del x, given, event
         assert [each() for each in seen] == [None] * 3
-        for memo in (made._dispatches, made._combines):
-            assert len(memo._forms) <= forms._MOST_FORMS
+        for plans in (made._dispatches, made._combines):
+            assert len(plans._plans) <= call_cache._MOST_PLANS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -317,7 +328,7 @@ def types(patch):
             int if isinstance(each, int | float | np.generic) else type(each) for each in values
         ]
 
-    patch.setattr(forms, "map", kinds, raising=False)
+    patch.setattr(call_cache, "map", kinds, raising=False)
 
 
 def shapes(patch):
@@ -337,14 +348,14 @@ def dtypes(patch):
 
 
 def handles(patch):
-    patch.setattr(forms, "_kind", lambda handle: None)
+    patch.setattr(call_cache, "_kind", lambda handle: None)
 
 
 def weights(patch):
     for name in ("dispatch_key", "combine_key"):
-        right = getattr(contracts, name)
+        right = getattr(call_cache, name)
         patch.setattr(
-            contracts,
+            call_cache,
             name,
             lambda given, *more, f=right: f(given._replace(topk_weights=None), *more),
         )

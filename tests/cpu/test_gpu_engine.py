@@ -14,16 +14,11 @@ from gpu_stand_in import device as d
 from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
-from deepep_cupy.engines.calls import CombineCall, DispatchCall, Streams
+from deepep_cupy.engines.calls import Streams
 from deepep_cupy.errors import ContractError
+from flat_calls import combine_call, dispatch_call
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def call_of(x, **more):
-    plain = {"topk_idx": None, "topk_weights": None, "is_token_in_rank": None, "routing": None}
-    plain |= {"expert_alignment": 1, "own": False}
-    return DispatchCall(x=x, **(plain | more))
 
 
 def up(array):
@@ -112,9 +107,9 @@ def test_dispatch_and_cached(ranks, wait, with_scales, own):
             given["scales_layout"] = with_scales
         x = up(xs[me])
         limit = None if limits is None else limits[me]
-        got = rank.dispatch(call_of(x, topk_idx=up(idx[me]), num_worst_tokens=limit, **given))
+        got = rank.dispatch(dispatch_call(x, topk_idx=up(idx[me]), num_worst_tokens=limit, **given))
         check_dispatch(got, wanted[me], real=real[me])
-        second = rank.dispatch(call_of(x, routing=got.routing, **given))
+        second = rank.dispatch(dispatch_call(x, routing=got.routing, **given))
         want = again[me]
         rows = want.recv_x[0] if with_scales else want.recv_x
         same(second.recv_x[: real[me]], rows[: real[me]], "cached recv_x")
@@ -146,20 +141,20 @@ def test_combine(wait, in_pool):
 
     def work(rank):
         me = rank.spec.rank
-        got = rank.dispatch(call_of(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
+        got = rank.dispatch(dispatch_call(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
         y = up(ys[me])
         if in_pool:
             y = rank.runtime.arrays.empty(y.shape, y.dtype, d.current_stream())
             y[...] = ys[me]
             d.device().tracker.touch(d.current_stream(), "rows", (y.data.ptr, y.nbytes, True))
         out = d.empty((len(xs[me]), 256), dtype)
-        call = CombineCall(y, got.routing, up(back_weights[me]), (up(biases[me][0]),), out=out)
+        call = combine_call(y, got.routing, up(back_weights[me]), (up(biases[me][0]),), out=out)
         done = rank.combine(call)
         assert done.combined_x is out
         same(out, back[me].combined_x, "combined_x")
         same(done.combined_topk_weights, back[me].combined_topk_weights, "combined weights")
         with pytest.raises(ContractError, match="'out' must share no memory") as caught:
-            rank.combine(CombineCall(y, got.routing, None, (out,), out=out))
+            rank.combine(combine_call(y, got.routing, None, (out,), out=out))
         assert caught.value.refusal is not None
         return True
 
@@ -175,13 +170,13 @@ def test_too_many_tokens_without_a_host_that_waits():
     def work(rank):
         me = rank.spec.rank
         x, chosen = up(xs[me]), up(idx[me])
-        got = rank.dispatch(call_of(x, topk_idx=chosen, num_worst_tokens=3))
+        got = rank.dispatch(dispatch_call(x, topk_idx=chosen, num_worst_tokens=3))
         y = d.empty((3, 256), np.float32)
         with pytest.raises(ContractError, match=r"rank 0 would receive \d+ tokens, more than its"):
-            rank.combine(CombineCall(y, got.routing, None, ()))
-        rank.combine(CombineCall(y, got.routing, None, ()))  # refused on the device
+            rank.combine(combine_call(y, got.routing, None, ()))
+        rank.combine(combine_call(y, got.routing, None, ()))  # refused on the device
         assert rank.kernels.world.reports[me][0] == 2
-        waited = rank.dispatch(call_of(x, topk_idx=chosen))
+        waited = rank.dispatch(dispatch_call(x, topk_idx=chosen))
         return len(waited.recv_x)
 
     assert sum(run_ranks(2, work, num_experts=8)) > 0
@@ -202,13 +197,13 @@ def test_an_interrupted_wait_keeps_what_peers_may_write_into(error):
         kept = report.counts
         report.counts = stopped
         with pytest.raises(error):
-            rank.dispatch(call_of(x, topk_idx=chosen))
+            rank.dispatch(dispatch_call(x, topk_idx=chosen))
         numbers = pool.statistics()
         assert numbers.live == numbers.quarantined > 16 * x.nbytes // 9
         report.counts = kept
         pool.release_quarantine()
         assert pool.statistics().live == 0
-        return len(rank.dispatch(call_of(x, topk_idx=chosen)).recv_x)
+        return len(rank.dispatch(dispatch_call(x, topk_idx=chosen)).recv_x)
 
     assert run_ranks(1, work, num_experts=8)[0] > 0
 
@@ -224,13 +219,13 @@ def test_a_handle_keeps_nothing_but_itself():
         most = rank.spec.max_recv_tokens
         for worst in (None, most):
             for expand in (False, True):
-                call = call_of(up(xs[me]), num_worst_tokens=worst, expand=expand, **given)
+                call = dispatch_call(up(xs[me]), num_worst_tokens=worst, expand=expand, **given)
                 handles = [rank.dispatch(call).routing for _ in range(3)]
                 labels = ["handle of dispatch()"] + expand * ["expanded_row of dispatch()"]
                 assert sorted(block.label for block in pool.live()) == sorted(3 * labels)
                 words = most + 2 * (2 + 4) + 1 + most + expand * most * 3
                 assert pool.statistics().live <= 3 * (4 * words + 2 * 512)
-                again = rank.dispatch(call_of(up(xs[me]), routing=handles[1], expand=expand))
+                again = rank.dispatch(dispatch_call(up(xs[me]), routing=handles[1], expand=expand))
                 real = again.routing.psum_recv_rows[1]
                 sources = again.routing.recv_src_idx[:real].get()
                 assert sources[-1] < 16
@@ -254,7 +249,7 @@ def test_statistics_add_up():
         stats = up(np.arange(4, dtype=np.int32))
         total = np.arange(4, dtype=np.int32)
         for worst in (None, 32, None):
-            call = call_of(
+            call = dispatch_call(
                 up(xs[me]), topk_idx=up(idx[me]), recv_stats=stats, num_worst_tokens=worst
             )
             total += rank.dispatch(call).routing.expert_counts.get()
@@ -285,12 +280,12 @@ def test_graph_of_dispatch_and_combine():
         with stream:
             stream.begin_capture()
             with pytest.raises(ContractError, match="the host must wait for the counts"):
-                rank.dispatch(call_of(x, topk_idx=chosen))
-            call = call_of(x, topk_idx=chosen, topk_weights=weight, num_worst_tokens=32)
+                rank.dispatch(dispatch_call(x, topk_idx=chosen))
+            call = dispatch_call(x, topk_idx=chosen, topk_weights=weight, num_worst_tokens=32)
             got = rank.dispatch(call)
-            done = rank.combine(CombineCall(got.recv_x, got.routing, None, ()))
+            done = rank.combine(combine_call(got.recv_x, got.routing, None, ()))
             graph = stream.end_capture()
-        eager = rank.dispatch(call_of(x, topk_idx=chosen))  # blocks of the graph stay its own
+        eager = rank.dispatch(dispatch_call(x, topk_idx=chosen))  # blocks of the graph stay its own
         first, second = ("old", (xs, idx, weights)), ("new", more[:3])
         for name, given in (first, second, first):
             for array, values in zip((x, chosen, weight), given, strict=True):
@@ -299,7 +294,7 @@ def test_graph_of_dispatch_and_combine():
             moved, back = want[name]
             check_dispatch(got, moved[me], real=int(moved[me].handle.recv_rows_per_rank.sum()))
             same(done.combined_x, back[me].combined_x, "combined_x")
-            eager = rank.dispatch(call_of(x, topk_idx=chosen))
+            eager = rank.dispatch(dispatch_call(x, topk_idx=chosen))
         assert rank.runtime.queue.retention.captured
         del got, done, eager
         assert rank.runtime.pool.statistics().captured > 0
@@ -316,12 +311,12 @@ def test_graph_on_the_communication_stream():
         stream = d.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
-            call = call_of(
+            call = dispatch_call(
                 x, topk_idx=chosen, num_worst_tokens=16, streams=Streams(async_finish=True)
             )
             got = rank.dispatch(call)
             got.event.wait()
-            second = rank.dispatch(call_of(x, routing=got.routing))
+            second = rank.dispatch(dispatch_call(x, routing=got.routing))
             graph = stream.end_capture()
         d.current_stream().synchronize()
         graph.launch(stream)
@@ -332,7 +327,7 @@ def test_graph_on_the_communication_stream():
             previous = rank.events.Recorded(stale)
             previous.wait = lambda: d.current_stream().wait_event(stale)
             with pytest.raises(ContractError, match="'previous_event' must have been made within"):
-                rank.dispatch(call_of(x, routing=got.routing, streams=Streams(previous)))
+                rank.dispatch(dispatch_call(x, routing=got.routing, streams=Streams(previous)))
             stream.end_capture()
         return second.recv_x.get().tobytes() == xs[0][got.routing.recv_src_idx.get()].tobytes()
 
@@ -367,7 +362,7 @@ def background(rank, rounds=24, *, worst=None):
     ready = runtime.point()
     for turn in range(rounds):
         streams = streams_of(ready, turn)
-        call = call_of(
+        call = dispatch_call(
             given["x"],
             topk_idx=given["idx"],
             topk_weights=given["weights"],
@@ -376,7 +371,7 @@ def background(rank, rounds=24, *, worst=None):
         )
         got = rank.dispatch(call)
         rows = given["y"][: len(got.recv_x)]
-        done = rank.combine(CombineCall(rows, got.routing, None, (), streams=streams))
+        done = rank.combine(combine_call(rows, got.routing, None, (), streams=streams))
         assert (got.event is not None) == (done.event is not None) == streams.async_finish
         del call, rows
         given.clear()

@@ -13,10 +13,11 @@ from gpu_stand_in import device as d
 from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
-from deepep_cupy.engines.calls import CombineCall, DispatchCall, Quantization, Streams
+from deepep_cupy.engines.calls import Quantization, Streams
 from deepep_cupy.errors import ContractError
 from deepep_cupy.memory.pool import PoolExhaustedError
 from deepep_cupy.testing.compare import assert_same_bits
+from flat_calls import combine_call, dispatch_call
 
 EXPERTS, TOPK, ALIGNMENT = 8, 4, 4
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -27,8 +28,7 @@ def up(array):
 
 
 def call_of(x, **more):
-    plain = {"topk_idx": None, "topk_weights": None, "is_token_in_rank": None, "routing": None}
-    return DispatchCall(x=x, **(plain | {"expert_alignment": ALIGNMENT, "own": False} | more))
+    return dispatch_call(x, **({"expert_alignment": ALIGNMENT} | more))
 
 
 def inputs(num_ranks, seed, *, hidden=40, dtype=BFLOAT16):
@@ -175,7 +175,7 @@ def test_combine(ranks, reduce, weighted, worst, in_pool):
             y = rank.runtime.arrays.empty(y.shape, y.dtype, d.current_stream())
             y[...] = ys[me]
         back = rank.combine(
-            CombineCall(
+            combine_call(
                 y,
                 got.routing,
                 up(carried[me]),
@@ -200,7 +200,7 @@ def test_ranks_that_disagree_on_the_sums(reduce):
         me = rank.spec.rank
         got = rank.dispatch(call_of(up(xs[me]), topk_idx=up(idx[me]), expand=True))
         mine = reduce if me else "exact"
-        rank.combine(CombineCall(got.recv_x, got.routing, None, (), reduce=mine))
+        rank.combine(combine_call(got.recv_x, got.routing, None, (), reduce=mine))
         return int(rank.kernels.world.reports[me][0])
 
     said = run_ranks(2, work, num_experts=EXPERTS, num_topk=TOPK)
@@ -224,7 +224,7 @@ def test_a_refused_dispatch_leaves_poison():
         assert (got.recv_x.get().view(np.uint8) == 0xFF).all()
         assert np.isnan(got.recv_topk_weights.get()).all()
         with pytest.raises(ContractError, match="would receive"):
-            rank.combine(CombineCall(got.recv_x, got.routing, None, ()))
+            rank.combine(combine_call(got.recv_x, got.routing, None, ()))
         return True
 
     assert all(run_ranks(2, work, num_experts=EXPERTS, num_topk=TOPK))
@@ -263,7 +263,7 @@ def test_nothing_is_reused_before_its_time(worst, cast):
             y = up(np.zeros(got.recv_x.shape, BFLOAT16))
             ready = runtime.point()
             done = rank.combine(
-                CombineCall(
+                combine_call(
                     y,
                     got.routing,
                     None,

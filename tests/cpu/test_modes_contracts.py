@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deepep_cupy import Buffer, Config, EventOverlap
-from deepep_cupy.api.checks import Checker, CombineArguments, DispatchArguments
+from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.engines.calls import Quantization, Routing, Signature
 from deepep_cupy.engines.host.engine import HostEngine
@@ -25,6 +25,7 @@ from deepep_cupy.protocol.headers import (
 )
 from deepep_cupy.protocol.routing import num_scales, worst_expanded_rows
 from deepep_cupy.protocol.sizes import BufferSpec
+from flat_calls import always_checked, arguments_of
 
 R, M, H, K, E = 2, 8, 256, 3, 6
 FP8 = ml_dtypes.float8_e4m3fn
@@ -46,7 +47,7 @@ def make_checker(modes=ALL_MODES):
             raise ContractError(f"{operation}(): argument '{argument}' must be an array.")
         return value
 
-    return Checker(spec, 7, import_array, modes)
+    return always_checked(Checker(spec, 7, import_array, modes, import_array), M)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def dispatch(checker, **changes):
         "expert_alignment": 1,
         "own": False,
     }
-    return checker.dispatch(DispatchArguments(**(right | changes)))[0]
+    return checker.dispatch(arguments_of("dispatch", right | changes))[0]
 
 
 def cached(checker, known, **changes):
@@ -103,7 +104,7 @@ def cached(checker, known, **changes):
 
 def combine(checker, known=None, rows=12, **changes):
     right = {"x": np.zeros((rows, H), np.float16), "handle": known or handle(expanded=True)}
-    return checker.combine(CombineArguments(**(right | changes)))
+    return checker.combine(arguments_of("combine", right | changes))
 
 
 # ------------------------------------------------------------------------------------- dispatch
@@ -111,8 +112,10 @@ def combine(checker, known=None, rows=12, **changes):
 
 def test_plain_calls_need_no_mode():
     call = dispatch(make_checker(frozenset()))
-    assert call.scales is call.quantize is call.num_worst_tokens is call.recv_stats is None
-    assert not call.expand
+    assert (
+        call.scales is call.plan.quantize is call.plan.num_worst_tokens is call.recv_stats is None
+    )
+    assert not call.plan.expand
     assert call.streams.previous_event is None
 
 
@@ -124,7 +127,7 @@ def test_right_scales(checker, dtype, order):
         call = dispatch(checker, x=(rows, scales), scales_layout="column")
         assert call.x is rows
         assert call.scales is scales
-        assert call.scales_layout == "column"
+        assert call.plan.scales_layout == "column"
 
 
 def test_bytes_are_taken_for_another_dtype(checker):
@@ -138,33 +141,35 @@ def test_bytes_are_taken_for_another_dtype(checker):
 def test_right_casts(checker):
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float32):
         call = dispatch(checker, x=np.zeros((4, H), dtype), quantize="fp8_e4m3")
-        assert call.quantize == Quantization("float8_e4m3fn", round_scale=False, use_ue8m0=False)
+        assert call.plan.quantize == Quantization(
+            "float8_e4m3fn", round_scale=False, use_ue8m0=False
+        )
     call = dispatch(checker, quantize="fp8_e4m3", round_scale=True, use_ue8m0=True)
-    assert call.quantize == Quantization("float8_e4m3fn", round_scale=True, use_ue8m0=True)
+    assert call.plan.quantize == Quantization("float8_e4m3fn", round_scale=True, use_ue8m0=True)
     # What travels is shorter than what is cast.
     assert dispatch(checker, x=np.zeros((4, 2 * H), "f4"), quantize="fp8_e4m3").x.shape[1] == 2 * H
 
 
 def test_not_to_wait(checker):
-    assert dispatch(checker, num_worst_tokens=5).num_worst_tokens == 5
-    assert dispatch(checker, num_worst_tokens=R * M).num_worst_tokens == R * M
-    assert dispatch(checker, do_cpu_sync=False).num_worst_tokens == R * M
-    assert dispatch(checker, do_cpu_sync=False, num_worst_tokens=3).num_worst_tokens == 3
-    assert dispatch(checker, do_cpu_sync=True).num_worst_tokens is None
+    assert dispatch(checker, num_worst_tokens=5).plan.num_worst_tokens == 5
+    assert dispatch(checker, num_worst_tokens=R * M).plan.num_worst_tokens == R * M
+    assert dispatch(checker, do_cpu_sync=False).plan.num_worst_tokens == R * M
+    assert dispatch(checker, do_cpu_sync=False, num_worst_tokens=3).plan.num_worst_tokens == 3
+    assert dispatch(checker, do_cpu_sync=True).plan.num_worst_tokens is None
     mask = np.zeros((4, R), bool)
     call = dispatch(checker, topk_idx=None, is_token_in_rank=mask, do_cpu_sync=False)
-    assert call.num_worst_tokens == R * M
+    assert call.plan.num_worst_tokens == R * M
 
 
 def test_a_handle_says_how(checker):
     for known in (handle(), handle(expanded=True), handle(expanded=True, waited=False)):
         call = cached(checker, known)
-        assert call.expand == known.do_expand
-        assert call.expert_alignment == 4
-        assert call.num_worst_tokens is None
+        assert call.plan.expand == known.do_expand
+        assert call.plan.expert_alignment == 4
+        assert call.plan.num_worst_tokens is None
         cached(checker, known, do_expand=known.do_expand, do_cpu_sync=False, num_worst_tokens=5)
-    assert cached(checker, handle(expanded=True), do_zero_padding=True).zero_padding
-    assert cached(checker, handle(expanded=True), expert_alignment=4).expert_alignment == 4
+    assert cached(checker, handle(expanded=True), do_zero_padding=True).plan.zero_padding
+    assert cached(checker, handle(expanded=True), expert_alignment=4).plan.expert_alignment == 4
 
 
 def test_streams(checker):
@@ -177,10 +182,10 @@ def test_streams(checker):
 
 
 def test_blocks(checker):
-    assert dispatch(checker).num_sms is None
-    assert dispatch(checker, num_sms=7).num_sms == 7
-    assert dispatch(checker, num_sms=7, config=Config(num_sms=3)).num_sms == 3
-    assert combine(checker, config=Config(3, 1, 2, 1, 2)).num_sms == 3
+    assert dispatch(checker).plan.num_sms is None
+    assert dispatch(checker, num_sms=7).plan.num_sms == 7
+    assert dispatch(checker, num_sms=7, config=Config(num_sms=3)).plan.num_sms == 3
+    assert combine(checker, config=Config(3, 1, 2, 1, 2)).plan.num_sms == 3
 
 
 def test_statistics(checker):
@@ -285,12 +290,12 @@ def test_what_an_engine_lacks_is_refused(mode, changes):
 
 def test_right_combines(checker):
     call = combine(checker)
-    assert call.reduce == "exact"
+    assert call.plan.reduce == "exact"
     assert call.out is call.row_weights is None
     weights, out = np.zeros(12, np.float32), np.zeros((4, H), np.float16)
     call = combine(checker, topk_weights=weights, row_weights=weights, reduce="per_rank", out=out)
     assert call.topk_weights is call.row_weights is weights
-    assert call.reduce == "per_rank"
+    assert call.plan.reduce == "per_rank"
     assert call.out is out
     assert combine(checker, known=handle(), rows=5, reduce="per_rank").x.shape[0] == 5
 

@@ -262,7 +262,7 @@ def chunks(comm):
     for chunk_bytes in (7, 97, 1000, 4 * H):
         engine = HostEngine(group, board, spec, chunk_bytes)
         trip, me = RoundTrip(comm, 11), comm.rank
-        call = DispatchCall(trip.x[me], trip.idx[me], trip.w[me], None, None, 1, False)
+        call = DispatchCall(trip.x[me], trip.idx[me], trip.w[me])
         got = engine.dispatch(call)
         assert_same_bits("recv_x", got.recv_x, trip.want[me].recv_x)
         assert_same_bits("weights", got.recv_topk_weights, trip.want[me].recv_topk_weights)

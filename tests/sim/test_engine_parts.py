@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepep_cupy.engines.calls import CombineCall, DispatchCall, Quantization
+from deepep_cupy.engines.calls import Quantization
 from deepep_cupy.engines.gpu import combine as combining_expanded
 from deepep_cupy.engines.gpu import expand as expanding
 from deepep_cupy.engines.gpu import quantize as quantizing
@@ -15,6 +15,7 @@ from deepep_cupy.protocol.headers import LayoutFlag
 from deepep_cupy.reference import quantize
 from deepep_cupy.reference.combine import _Copies
 from engine_fakes import Array, Launch, Turn, make_core
+from flat_calls import combine_call, dispatch_call
 from local_ranks import BFLOAT16, SHAPE, Rank, Received, same_bits
 from simulator.machine import Use
 
@@ -47,18 +48,14 @@ class Engine:
         return self.rank.get(array.data.ptr, array.shape, array.dtype, rows)
 
 
-def call_of(x, **changes):
-    return DispatchCall(x, None, None, None, None, 1, False, **changes)
-
-
 @pytest.mark.parametrize("how", [Quantization(), Quantization(round_scale=True, use_ue8m0=True)])
 @pytest.mark.parametrize(("tokens", "hidden"), [(4, 640), (3, 77), (0, 128)])
 def test_quantize(how, tokens, hidden):
     x = np.random.default_rng(hidden).standard_normal((tokens, hidden)).astype(BFLOAT16)
     engine = Engine(1, byte_wise=True)
-    call = call_of(engine.put(x), quantize=how)
+    call = dispatch_call(engine.put(x), quantize=how)
     made = quantizing.quantize(engine.runtime, call, engine.turn)
-    assert made.quantize is None
+    assert made.plan is call.plan
     codes, scales = quantize(x, round_scale=how.round_scale, use_ue8m0=how.use_ue8m0)
     assert (made.x.shape, made.x.dtype) == (codes.shape, codes.dtype)
     assert (made.scales.shape, made.scales.dtype) == (scales.shape, scales.dtype)
@@ -66,7 +63,7 @@ def test_quantize(how, tokens, hidden):
     engine.rank.run()
     same_bits("codes", got[0](), codes)
     same_bits("scales", got[1](), scales)
-    assert quantizing.quantize(engine.runtime, call_of(x), engine.turn).x is x
+    assert quantizing.quantize(engine.runtime, dispatch_call(x), engine.turn).x is x
 
 
 class Handle(SimpleNamespace):
@@ -97,7 +94,7 @@ def tokens_of(engine, received, cached):
     )
     counts = want.num_unaligned_recv_tokens_per_expert
     return Tokens(
-        call=call_of(None, expand=True, zero_padding=received.zero),
+        call=dispatch_call(None, expand=True, zero_padding=received.zero),
         rows=engine.put(rows),
         scales=engine.put(scales),
         topk_idx=None if cached else engine.put(plain.recv_topk_idx),
@@ -166,7 +163,7 @@ def test_sums_of_a_rank_are_combined_as_rows(weighted):
     engine.turn.stage = stage
     engine.runtime.memory = SimpleNamespace(region=SimpleNamespace(base=BASE))
     routing = SimpleNamespace(expanded_row=engine.put(handle.expanded_row))
-    call = CombineCall(
+    call = combine_call(
         engine.put(y),
         routing,
         engine.put(factors),

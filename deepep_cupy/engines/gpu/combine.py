@@ -143,7 +143,7 @@ def combine_expanded(
         out: ``[T, H]``.
         out_weights: ``[T, K]`` float32, or None.
     """
-    if call.reduce == "per_rank":
+    if call.plan.reduce == "per_rank":
         _per_rank(runtime, plain, call, op, out, out_weights)
     else:
         _exact(runtime, call, op, out, out_weights)
@@ -216,7 +216,7 @@ def _exact(runtime: Runtime, call: CombineCall, op: Operation, out: Any, out_wei
     biases = [bias.data.ptr for bias in call.biases]
     access = access_bytes(row_bytes, (x.data.ptr, out.data.ptr, *biases), (x.itemsize,))
     biases += [0] * (2 - len(biases))
-    grid = runtime.grid_plan(call.num_sms).combine(tokens)
+    grid = runtime.grid_plan(call.plan.num_sms).combine(tokens)
     launch = runtime.kernels.get("combine_expanded", grid, Kind.COMBINE)
     launch.operation(
         x.data.ptr,
@@ -248,8 +248,8 @@ _COMBINE = Kind.COMBINE
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What combines of one form have in common.
+class _Prepared:
+    """What combines of one plan have in common on this GPU.
 
     Attributes:
         row_bytes: Of ``x``.
@@ -298,15 +298,15 @@ class Combiner:
                 self.launch(call, op, out, out_weights, rows_offset, own_rows, weights_offset, topk)
             return CombineOutput(out, out_weights, op.finish())
 
-    def _plan(self, call: CombineCall) -> _Plan:
-        """Make the plan of a form."""
+    def _prepare(self, call: CombineCall) -> _Prepared:
+        """Work out what all calls of the plan have in common."""
         x = call.x
         row_bytes, narrow = x.shape[1] * x.itemsize, x.itemsize
-        grids = self._runtime.grid_plan(call.num_sms)
+        grids = self._runtime.grid_plan(call.plan.num_sms)
         access = access_bytes(row_bytes, (), (narrow,))
-        plan = _Plan(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
-        call.form.plan = plan
-        return plan
+        ready = _Prepared(row_bytes, access, narrow, dtype_code_of(x.dtype), grids)
+        call.plan.prepared = ready
+        return ready
 
     def launch(
         self,
@@ -334,16 +334,16 @@ class Combiner:
             layout: Word of the header.
         """
         runtime, routing, biases = self._runtime, call.routing, call.biases
-        plan: _Plan = call.form.plan or self._plan(call)
+        ready: _Prepared = call.plan.prepared or self._prepare(call)
         tokens, known, result = routing.num_tokens, addresses_of(routing), out.data.ptr
         first = biases[0].data.ptr if biases else 0
         second = biases[1].data.ptr if len(biases) > 1 else 0
-        access = plan.access
+        access = ready.access
         if (own_rows | result | first | second) % access:
             addresses = (own_rows, result, first, second)
-            access = access_bytes(plan.row_bytes, addresses, (plan.narrow,))
+            access = access_bytes(ready.row_bytes, addresses, (ready.narrow,))
         name = "combine_bulk" if access == 16 and runtime.bulk else "combine"
-        launch = runtime.kernels.get(name, plan.grids.combine(tokens), _COMBINE)
+        launch = runtime.kernels.get(name, ready.grids.combine(tokens), _COMBINE)
         launch.operation(
             own_rows,
             result,
@@ -356,9 +356,9 @@ class Combiner:
             routing.num_recv_tokens,
             topk,
             out_weights is not None,
-            plan.row_bytes,
+            ready.row_bytes,
             access,
-            plan.dtype,
+            ready.dtype,
             rows_offset // OFFSET_UNIT,
             weights_offset // OFFSET_UNIT,
             layout,

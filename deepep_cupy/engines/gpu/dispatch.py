@@ -6,7 +6,7 @@ capacity, R * M tokens or ``num_worst_tokens``)::
     handle block    words | source indices [C]
     meta block      weights [C, K] | topk_idx [C, K] | scales [C, S]
 
-The words are the handle's (``received.Addresses``), and written by this rank alone. Handles may
+The words are the handle's (``routing.Addresses``), and written by this rank alone. Handles may
 outlive all else that came with them, which is why they have a block of their own. A cached call
 has no handle block and no indices. ``dispatch/deliver.cuh`` knows where the scales begin.
 """
@@ -54,47 +54,71 @@ COLUMNS = Struct(
 )
 
 
+_ROWS = (
+    Param("x", "const u8*", doc="[T] rows of row_bytes"),
+    Param("topk_idx", "const u8*", doc="[T, K] of index_bytes each, or null"),
+    Param("topk_weights", "const u32*", doc="[T, K] float32 bits, with has_weights"),
+    Param("is_token_in_rank", "const u8*", doc="[T, R], or null"),
+    Param("scales", "const u32*", doc="[T, S] of any strides, with num_scales"),
+    Param("scales_token_stride", "i64", doc="words from a token's scales to the next one's"),
+    Param("scales_stride", "i64", doc="words from a scale to the next one"),
+)
+"""What is sent: addresses, and how scales lie."""
+
+
+_WORDS = (
+    Param("send_row", "u32*", doc="[T, R] written; read with a cached handle"),
+    Param("recv_rows_per_rank", "u32*", doc="[R] written, but with a cached handle"),
+    Param("psum_recv_rows", "u32*", doc="[R] their inclusive sums, written, or null"),
+    Param("expert_counts", "u32*", doc="[E / R] rows per local expert, written, or null"),
+    Param("psum_expert_rows", "u32*", doc="[E / R] ends of their rows, with expert_counts"),
+    Param("recv_stats", "u32*", doc="[E / R] to which expert_counts are added, or null"),
+    Param("birth_out", "u32*", doc="epoch of this dispatch, for its handle"),
+    Param("birth_in", "const u32*", doc="epoch of the handle's dispatch, or null"),
+    Param("real_rows", "const u32*", doc="rows of a cached handle no host knows, or null"),
+)
+"""Addresses of the words of a handle: written, or of the handle that is given."""
+
+
+_SIZES = (
+    Param("num_tokens", "u32", doc="T"),
+    Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
+)
+"""Rows to send, and how widely they are read."""
+
+
+_PLACES = (
+    Param("no_wait", "u32", doc="1: the host learns no count; the tail says so"),
+    Param("capacity", "u32", doc="rows this rank's receive block holds"),
+    Param("rows_offset", "u32", doc="of that block in the region, in kOffsetUnit"),
+    Param("meta_offset", "u32", doc="of the received source indices, in kOffsetUnit"),
+    Param("weights_offset", "u32", doc="of the received weights, in kOffsetUnit"),
+    Param("index_offset", "u32", doc="of the received topk_idx, in kOffsetUnit"),
+)
+"""Where what comes is put."""
+
+
+_FIXED = (
+    Param("num_topk", "u32", doc="K"),
+    Param("has_weights", "u32", doc="1 when weights travel (an empty array may be null)"),
+    Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
+    Param("num_experts", "u32", doc="E, 0 without topk_idx"),
+    Param("experts_per_rank", "u32", doc="E / R, at least 1"),
+    Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
+    Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
+    Param("expert_alignment", "u32", doc="at least 1: psum_expert_rows rounds counts up to it"),
+    Param("row_bytes", "u32", doc="without scales"),
+    Param("num_scales", "u32", doc="S, scales that travel with a row"),
+    Param("dtype", "u32", doc="kDtype... (and kScales...), or 256 + itemsize"),
+    Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
+    Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
+)
+"""What is the same in all calls of a ready."""
+
+
 DISPATCH = Struct(
     "DispatchCommon",
-    (
-        Param("x", "const u8*", doc="[T] rows of row_bytes"),
-        Param("topk_idx", "const u8*", doc="[T, K] of index_bytes each, or null"),
-        Param("topk_weights", "const u32*", doc="[T, K] float32 bits, with has_weights"),
-        Param("is_token_in_rank", "const u8*", doc="[T, R], or null"),
-        Param("scales", "const u32*", doc="[T, S] of any strides, with num_scales"),
-        Param("scales_token_stride", "i64", doc="words from a token's scales to the next one's"),
-        Param("scales_stride", "i64", doc="words from a scale to the next one"),
-        Param("send_row", "u32*", doc="[T, R] written; read with a cached handle"),
-        Param("recv_rows_per_rank", "u32*", doc="[R] written, but with a cached handle"),
-        Param("psum_recv_rows", "u32*", doc="[R] their inclusive sums, written, or null"),
-        Param("expert_counts", "u32*", doc="[E / R] rows per local expert, written, or null"),
-        Param("psum_expert_rows", "u32*", doc="[E / R] ends of their rows, with expert_counts"),
-        Param("recv_stats", "u32*", doc="[E / R] to which expert_counts are added, or null"),
-        Param("birth_out", "u32*", doc="epoch of this dispatch, for its handle"),
-        Param("birth_in", "const u32*", doc="epoch of the handle's dispatch, or null"),
-        Param("real_rows", "const u32*", doc="rows of a cached handle no host knows, or null"),
-        Param("num_tokens", "u32", doc="T"),
-        Param("num_topk", "u32", doc="K"),
-        Param("has_weights", "u32", doc="1 when weights travel (an empty array may be null)"),
-        Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
-        Param("num_experts", "u32", doc="E, 0 without topk_idx"),
-        Param("experts_per_rank", "u32", doc="E / R, at least 1"),
-        Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
-        Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
-        Param("expert_alignment", "u32", doc="at least 1: psum_expert_rows rounds counts up to it"),
-        Param("row_bytes", "u32", doc="without scales"),
-        Param("num_scales", "u32", doc="S, scales that travel with a row"),
-        Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
-        Param("dtype", "u32", doc="kDtype... (and kScales...), or 256 + itemsize"),
-        Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
-        Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
-        Param("no_wait", "u32", doc="1: the host learns no count; the tail says so"),
-        Param("capacity", "u32", doc="rows this rank's receive block holds"),
-        Param("rows_offset", "u32", doc="of that block in the region, in kOffsetUnit"),
-        Param("meta_offset", "u32", doc="of the received source indices, in kOffsetUnit"),
-        Param("weights_offset", "u32", doc="of the received weights, in kOffsetUnit"),
-        Param("index_offset", "u32", doc="of the received topk_idx, in kOffsetUnit"),
-    ),
+    (*_ROWS, *_WORDS, *_SIZES, *_PLACES, *_FIXED),
     "One rank's dispatch.",
 )
 
@@ -134,23 +158,10 @@ class _Meta:
 
 _meta_of = lru_cache(maxsize=256)(_Meta)
 
-_FIELDS = tuple(param.name for param in DISPATCH.params)
-_TOKENS, _ACCESS = _FIELDS.index("num_tokens"), _FIELDS.index("access_bytes")
-
-
-def _fields(first: str, last: str) -> slice:
-    return slice(_FIELDS.index(first), _FIELDS.index(last) + 1)
-
-
-_GIVEN = _fields("x", "is_token_in_rank")
-_SCALES = _fields("scales", "scales_stride")
-_WORDS = _fields("send_row", "real_rows")
-_PLACES = _fields("no_wait", "index_offset")
-
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What dispatches of one form have in common.
+class _Prepared:
+    """What dispatches of one plan have in common on this GPU.
 
     Attributes:
         hidden: Of ``x``.
@@ -165,8 +176,9 @@ class _Plan:
         parts: Of the meta block of a new route.
         wanted: Blocks of a new route: for the handle, for rows, and between them the meta block
             where anything lies in it.
-        fields: Of ``DispatchCommon``, but for what differs from call to call.
-        cast: Of ``Cast``, where the kernel itself can cast.
+        access: The widest access that ``row_bytes`` allows.
+        fixed: Fields ``_FIXED`` of ``DispatchCommon``.
+        cast: Fields of ``Cast``, where the kernel itself can cast.
         grids: Blocks.
     """
 
@@ -181,14 +193,15 @@ class _Plan:
     sources_at: int
     parts: _Meta
     wanted: tuple[tuple[int, str], ...]
-    fields: list[int]
+    access: int
+    fixed: tuple[int, ...]
     cast: tuple[int, ...] | None
     grids: GridPlan
 
 
-def _casts_on_the_way(call: DispatchCall, plan: _Plan) -> bool:
-    fits = plan.cast is not None and call.x.data.ptr % 16 == 0
-    return fits and plan.grids.casts_on_the_way(len(call.x))
+def _casts_on_the_way(call: DispatchCall, ready: _Prepared) -> bool:
+    fits = ready.cast is not None and call.x.data.ptr % 16 == 0
+    return fits and ready.grids.casts_on_the_way(len(call.x))
 
 
 class Dispatcher:
@@ -202,18 +215,18 @@ class Dispatcher:
         """See ``engines.protocol.Engine.dispatch``. On the engine's device, which is current."""
         runtime = self._runtime
         with runtime.operation(call) as op:
-            plan: _Plan = call.form.plan or self._plan(call)
-            if call.quantize is not None and not _casts_on_the_way(call, plan):
+            ready: _Prepared = call.plan.prepared or self._prepare(call)
+            if call.plan.quantize is not None and not _casts_on_the_way(call, ready):
                 if not op.plain:
                     op.keep(call)
                 op.call = call = quantize(runtime, call, op)
             if call.routing is not None:
-                return self._cached(call, plan, call.routing, op)
-            return self._new(call, plan, op)
+                return self._cached(call, ready, call.routing, op)
+            return self._new(call, ready, op)
 
-    def _plan(self, call: DispatchCall) -> _Plan:
-        """Make the plan of a form."""
-        runtime, x, topk_idx = self._runtime, call.x, call.topk_idx
+    def _prepare(self, call: DispatchCall) -> _Prepared:
+        """Work out what all calls of the plan have in common."""
+        runtime, x, topk_idx, plan = self._runtime, call.x, call.topk_idx, call.plan
         spec, weights = runtime.spec, call.topk_weights
         topk = index_bytes = experts = local = 0
         if topk_idx is not None:
@@ -224,28 +237,26 @@ class Dispatcher:
         layout, capacity, alignment = Layout.CACHED, 0, 1
         if call.routing is None:
             layout = Layout.MASK if topk_idx is None else Layout.TOPK
-            worst, alignment = call.num_worst_tokens, call.expert_alignment
+            worst, alignment = plan.num_worst_tokens, plan.expert_alignment
             capacity = spec.max_recv_tokens if worst is None else worst
         dtype, scales, num_scales = travelling(call)
         row_bytes = x.shape[1] * dtype.itemsize
         has_weights = weights is not None
-        fields = dict.fromkeys(_FIELDS, 0)
-        fields.update(
-            num_topk=topk,
-            has_weights=has_weights,
-            index_bytes=index_bytes,
-            num_experts=experts,
-            experts_per_rank=local or 1,
-            num_reported_experts=local,
-            experts_offset=runtime.memory.control.experts,
-            expert_alignment=alignment,
-            row_bytes=row_bytes,
-            num_scales=num_scales,
-            access_bytes=access_bytes(row_bytes, (), _NARROW),
-            dtype=dtype_code_of(dtype, scales),
-            layout=layout,
-            layout_flags=LayoutFlag.EXPANDED if call.expand else 0,
-        )
+        fixed = {
+            "num_topk": topk,
+            "has_weights": has_weights,
+            "index_bytes": index_bytes,
+            "num_experts": experts,
+            "experts_per_rank": local or 1,
+            "num_reported_experts": local,
+            "experts_offset": runtime.memory.control.experts,
+            "expert_alignment": alignment,
+            "row_bytes": row_bytes,
+            "num_scales": num_scales,
+            "dtype": dtype_code_of(dtype, scales),
+            "layout": layout,
+            "layout_flags": LayoutFlag.EXPANDED if plan.expand else 0,
+        }
         sources_at = align(
             words_bytes(spec.num_max_tokens_per_rank, spec.num_ranks, local), OFFSET_UNIT
         )
@@ -257,7 +268,7 @@ class Dispatcher:
         ]
         if not parts.nbytes:
             del wanted[1]
-        plan = _Plan(
+        ready = _Prepared(
             hidden=x.shape[1],
             dtype=dtype,
             scales=scales,
@@ -269,21 +280,22 @@ class Dispatcher:
             sources_at=sources_at,
             parts=parts,
             wanted=tuple(wanted),
-            fields=[int(value) for value in fields.values()],
+            access=access_bytes(row_bytes, (), _NARROW),
+            fixed=tuple(int(fixed[field.name]) for field in _FIXED),
             cast=cast_on_the_way(runtime, call),
-            grids=runtime.grid_plan(call.num_sms),
+            grids=runtime.grid_plan(plan.num_sms),
         )
-        call.form.plan = plan
-        return plan
+        plan.prepared = ready
+        return ready
 
     # ------------------------------------------------------------------------------ new routes
 
-    def _new(self, call: DispatchCall, plan: _Plan, op: Operation) -> DispatchOutput:
-        runtime, ranks, local, parts = self._runtime, self._ranks, plan.local, plan.parts
-        sources_at, waits = plan.sources_at, call.num_worst_tokens is None
+    def _new(self, call: DispatchCall, ready: _Prepared, op: Operation) -> DispatchOutput:
+        runtime, ranks, local, parts = self._runtime, self._ranks, ready.local, ready.parts
+        sources_at, waits = ready.sources_at, call.plan.num_worst_tokens is None
         if waits and op.capture != 0:
             raise ContractError(_NOT_IN_GRAPHS)
-        blocks = op.alloc(*plan.wanted)
+        blocks = op.alloc(*ready.wanted)
         kept, meta, rows = blocks[0], blocks[-2], blocks[-1]
         words = Addresses(
             runtime.arrays.base + kept.offset, len(call.x), ranks, local, waited=waits
@@ -291,7 +303,7 @@ class Dispatcher:
         self._launch(
             op,
             call,
-            plan,
+            ready,
             blocks,
             (
                 words.send_row,
@@ -306,7 +318,7 @@ class Dispatcher:
             ),
             (
                 not waits,
-                plan.capacity,
+                ready.capacity,
                 rows.offset // OFFSET_UNIT,
                 (kept.offset + sources_at) // OFFSET_UNIT,
                 meta.offset // OFFSET_UNIT,
@@ -319,9 +331,9 @@ class Dispatcher:
         pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
         routing = GpuRouting.made_of(
             num_tokens=len(call.x),
-            num_recv_tokens=plan.capacity,
+            num_recv_tokens=ready.capacity,
             waited=waits,
-            expert_alignment=call.expert_alignment,
+            expert_alignment=call.plan.expert_alignment,
             addresses=words,
             _arrays=arrays,
             _owner=pool.own(kept, arrays.allocation),
@@ -331,47 +343,47 @@ class Dispatcher:
         if waits:
             told = op.wait_counts(ranks + local, blocks)
             number, counts = routing.learn(told[:ranks]), told[ranks:]
-            pool.shrink(rows, number * plan.row_bytes)
-            if plan.num_scales:
-                pool.shrink(meta, parts.scales_at + 4 * number * plan.num_scales)
-        return self._received(call, plan, op, routing, pointers, counts)
+            pool.shrink(rows, number * ready.row_bytes)
+            if ready.num_scales:
+                pool.shrink(meta, parts.scales_at + 4 * number * ready.num_scales)
+        return self._received(call, ready, op, routing, pointers, counts)
 
     def _received(
         self,
         call: DispatchCall,
-        plan: _Plan,
+        ready: _Prepared,
         op: Operation,
         routing: GpuRouting,
         pointers: tuple[Any, Any],
         counts: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``counts``: rows of each local expert."""
-        topk_idx, scales, array = call.topk_idx, plan.scales, self._runtime.arrays.array
-        (at, at_rows), number, topk = pointers, routing.num_recv_tokens, plan.topk
-        recv_x = array(at_rows, (number, plan.hidden), plan.dtype)
+        topk_idx, scales, array = call.topk_idx, ready.scales, self._runtime.arrays.array
+        (at, at_rows), number, topk = pointers, routing.num_recv_tokens, ready.topk
+        recv_x = array(at_rows, (number, ready.hidden), ready.dtype)
         recv_idx = recv_weights = recv_scales = None
         if topk_idx is not None:
-            recv_idx = array(at, (number, topk), topk_idx.dtype, plan.parts.index_at)
+            recv_idx = array(at, (number, topk), topk_idx.dtype, ready.parts.index_at)
             if call.topk_weights is not None:
                 recv_weights = array(at, (number, topk), FLOAT32)
         if scales is not None:
-            shape = number, plan.num_scales
-            recv_scales = array(at, shape, scales, plan.parts.scales_at)
+            shape = number, ready.num_scales
+            recv_scales = array(at, shape, scales, ready.parts.scales_at)
         return self._output(call, op, recv_x, recv_idx, recv_weights, recv_scales, routing, counts)
 
     # --------------------------------------------------------------------------- cached routes
 
     def _cached(
-        self, call: DispatchCall, plan: _Plan, routing: Routing, op: Operation
+        self, call: DispatchCall, ready: _Prepared, routing: Routing, op: Operation
     ) -> DispatchOutput:
-        runtime, weights, scales = self._runtime, call.topk_weights, plan.scales
+        runtime, weights, scales = self._runtime, call.topk_weights, ready.scales
         known, number, arrays = addresses_of(routing), routing.num_recv_tokens, runtime.arrays
-        row_bytes, label = number * plan.row_bytes, "recv_x of dispatch()"
+        row_bytes, label = number * ready.row_bytes, "recv_x of dispatch()"
         if weights is None and scales is None:
             blocks = op.alloc((row_bytes, label))
             scales_at = 0
         else:
-            parts = _meta_of(number, plan.topk, weights is not None, 0, plan.num_scales)
+            parts = _meta_of(number, ready.topk, weights is not None, 0, ready.num_scales)
             blocks = op.alloc((row_bytes, label), (parts.nbytes, "weights of dispatch()"))
             scales_at = parts.scales_at
         at = blocks[-1].offset
@@ -379,7 +391,7 @@ class Dispatcher:
         self._launch(
             op,
             call,
-            plan,
+            ready,
             blocks,
             (known.send_row, 0, 0, 0, 0, 0, 0, known.birth, known.num_real),
             (
@@ -392,14 +404,14 @@ class Dispatcher:
             ),
         )
         runtime.failures.track(blocks)
-        recv_x = arrays.array(arrays.own(blocks[0]), (number, plan.hidden), plan.dtype)
+        recv_x = arrays.array(arrays.own(blocks[0]), (number, ready.hidden), ready.dtype)
         recv_weights = recv_scales = None
         if len(blocks) > 1:
             at = arrays.own(blocks[1])
             if weights is not None:
-                recv_weights = arrays.array(at, (number, plan.topk), FLOAT32)
+                recv_weights = arrays.array(at, (number, ready.topk), FLOAT32)
             if scales is not None:
-                shape = number, plan.num_scales
+                shape = number, ready.num_scales
                 recv_scales = arrays.array(at, shape, scales, scales_at)
         return self._output(call, op, recv_x, None, recv_weights, recv_scales, routing, None)
 
@@ -409,46 +421,50 @@ class Dispatcher:
         self,
         op: Operation,
         call: DispatchCall,
-        plan: _Plan,
+        ready: _Prepared,
         blocks: list[Block],
         words: tuple[int, ...],
         places: tuple[int, ...],
     ) -> None:
-        """Launch with the fields that the plan knows, and with those of this call.
+        """Launch. The fields of the kernel's struct are written in their order.
 
         Args:
             op: The operation.
             call: The call.
-            plan: Its plan.
-            blocks: Given back if that fails.
-            words: Fields ``send_row`` to ``real_rows``.
-            places: Fields ``no_wait`` to ``index_offset``.
+            ready: What it has in common with alike calls.
+            blocks: Given back if the launch fails.
+            words: Fields ``_WORDS``.
+            places: Fields ``_PLACES``.
         """
         runtime, x, scales, mask = self._runtime, call.x, call.scales, call.is_token_in_rank
         topk_idx, weights = call.topk_idx, call.topk_weights
-        fields, source, tokens = plan.fields.copy(), x.data.ptr, len(x)
-        fields[_GIVEN] = (
-            source,
-            0 if topk_idx is None else topk_idx.data.ptr,
-            0 if weights is None else weights.data.ptr,
-            0 if mask is None else mask.data.ptr,
-        )
+        source, tokens, access = x.data.ptr, len(x), ready.access
+        scales_at = token_stride = scale_stride = 0
         if scales is not None:
-            by_token, by_scale = scales.strides
-            fields[_SCALES] = scales.data.ptr, by_token // 4, by_scale // 4
-        fields[_WORDS] = words
-        fields[_TOKENS] = tokens
-        access = fields[_ACCESS]
+            scales_at, (token_stride, scale_stride) = scales.data.ptr, scales.strides
         if source % access:
-            access = fields[_ACCESS] = access_bytes(plan.row_bytes, (source,), _NARROW)
-        fields[_PLACES] = places
+            access = access_bytes(ready.row_bytes, (source,), _NARROW)
         name = "dispatch_bulk" if access == 16 and runtime.bulk else "dispatch"
-        if call.quantize is not None and plan.cast is not None:  # else quantize() has done it
-            name = "dispatch_cast_bulk"
-            fields.extend(plan.cast)
+        cast: tuple[int, ...] = ()
+        if scales is None and ready.cast is not None:  # with scales, quantize() has cast already
+            name, cast = "dispatch_cast_bulk", ready.cast
         try:
-            launch = runtime.kernels.get(name, plan.grids.dispatch(tokens), _DISPATCH)
-            launch.operation(*fields)
+            launch = runtime.kernels.get(name, ready.grids.dispatch(tokens), _DISPATCH)
+            launch.operation(
+                source,
+                0 if topk_idx is None else topk_idx.data.ptr,
+                0 if weights is None else weights.data.ptr,
+                0 if mask is None else mask.data.ptr,
+                scales_at,
+                token_stride // 4,
+                scale_stride // 4,
+                *words,
+                tokens,
+                access,
+                *places,
+                *ready.fixed,
+                *cast,
+            )
             op.launch(launch)
         except BaseException:
             op.give_back(blocks)
@@ -465,20 +481,20 @@ class Dispatcher:
         routing: Routing,
         counts: list[int] | None,
     ) -> DispatchOutput:
-        """Put what came into the form the call wants. ``counts``: rows of each local expert."""
-        if call.expand:
+        """Put what came into the layout that is wanted. ``counts``: rows of each local expert."""
+        if call.plan.expand:
             recv_x, recv_weights, recv_scales, routing = self._expanded(
                 op, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
             )
             recv_idx = None
-        if recv_scales is not None and call.scales_layout == "column":
+        if recv_scales is not None and call.plan.scales_layout == "column":
             recv_scales = self._columns(recv_scales, routing, op)
-        if call.own:
+        if call.plan.own:
             recv_x, recv_idx, recv_weights, recv_scales = map(
                 op.copy, (recv_x, recv_idx, recv_weights, recv_scales)
             )
         event = op.finish()
-        per_expert, unit = counts or [], call.expert_alignment
+        per_expert, unit = counts or [], call.plan.expert_alignment
         if unit > 1:
             per_expert = [align(count, unit) for count in per_expert]
         return DispatchOutput(

@@ -186,7 +186,7 @@ def _copy(runtime: Runtime, received: Received, op: Operation) -> Received:
             columns,
             len(counts),
             routing.expert_alignment,
-            call.zero_padding,
+            call.plan.zero_padding,
             dtype_code_of(rows.dtype, None if scales is None else scales.dtype),
         )
         launch(op.stream.ptr)

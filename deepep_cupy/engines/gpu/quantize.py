@@ -64,7 +64,7 @@ def _fp8() -> Any:
 
 def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
     """What a dispatch sends: dtype of rows, dtype of scales (None: there are none), S."""
-    how, x, scales = call.quantize, call.x, call.scales
+    how, x, scales = call.plan.quantize, call.x, call.scales
     if how is not None:
         packed = how.use_ue8m0
         return _fp8(), _INT32 if packed else _FLOAT32, num_scales(x.shape[1], packed=packed)
@@ -72,9 +72,9 @@ def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
 
 
 def cast_on_the_way(runtime: Runtime, call: DispatchCall) -> tuple[int, ...] | None:
-    """Fields of ``Cast`` where the dispatch kernel itself can cast rows of this form (whose base
-    is a multiple of 16 bytes), else None."""
-    how, hidden = call.quantize, call.x.shape[1]
+    """Fields of ``Cast`` where the dispatch kernel itself can cast such rows (whose base is a
+    multiple of 16 bytes), else None."""
+    how, hidden = call.plan.quantize, call.x.shape[1]
     if how is None or not runtime.bulk or hidden == 0 or hidden % 16:
         return None
     return dtype_code_of(call.x.dtype), int(how.round_scale), int(how.use_ue8m0)
@@ -88,7 +88,7 @@ def quantize(runtime: Runtime, call: DispatchCall, op: Operation) -> DispatchCal
         call: With ``quantize``, else it is returned as it is.
         op: The dispatch.
     """
-    how = call.quantize
+    how = call.plan.quantize
     if how is None:
         return call
     x = call.x
@@ -114,4 +114,4 @@ def quantize(runtime: Runtime, call: DispatchCall, op: Operation) -> DispatchCal
             how.use_ue8m0,
         )
         launch(op.stream.ptr)
-    return replace(call, x=codes, scales=scales, quantize=None)
+    return replace(call, x=codes, scales=scales)

@@ -288,22 +288,22 @@ class HostEngine:
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
         x, scales = call.x, call.scales
-        if call.quantize is not None:
-            kind = call.quantize
+        if call.plan.quantize is not None:
+            kind = call.plan.quantize
             x, scales = quantize(x, round_scale=kind.round_scale, use_ue8m0=kind.use_ue8m0)
         if scales is not None:
             scales = np.ascontiguousarray(scales)
         words = self._describe(Kind.DISPATCH, x, call.topk_weights, scales)
-        if call.num_worst_tokens is not None:
-            words["capacity"] = call.num_worst_tokens
+        if call.plan.num_worst_tokens is not None:
+            words["capacity"] = call.plan.num_worst_tokens
         mask, choices = self._ways(call, words)
-        words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.expand)
+        words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.plan.expand)
         birth = self._epoch
         counts = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
 
         senders = [np.flatnonzero(column) for column in mask.T]
         bounds = plan.recv_offsets(counts[:, self._spec.rank])
-        num_rows = bounds[-1] if call.num_worst_tokens is None else call.num_worst_tokens
+        num_rows = bounds[-1] if call.plan.num_worst_tokens is None else call.plan.num_worst_tokens
         if call.routing is not None:
             num_rows = call.routing.num_recv_tokens
 
@@ -333,7 +333,7 @@ class HostEngine:
                 recv_rows_per_rank=frozen(counts[:, self._spec.rank].astype(np.int32)),
                 send_row=frozen(plan.send_rows(mask, counts, self._spec.rank)),
                 birth=birth,
-                waited=call.num_worst_tokens is None,
+                waited=call.plan.num_worst_tokens is None,
                 psum_recv_rows=frozen(np.array(bounds[1:], np.int32)),
             )
             routing = self._with_choices(call, made, choices, local)
@@ -349,7 +349,7 @@ class HostEngine:
         if choices is None or local is None:
             return routing
         routing = with_experts(routing, local, self._spec.num_local_experts, call)
-        if not call.expand:
+        if not call.plan.expand:
             return routing
         return replace(routing, sent_columns=tuple(frozen(chosen >= 0) for chosen in choices))
 
@@ -388,19 +388,19 @@ class HostEngine:
     ) -> DispatchOutput:
         """Turn what came of the received tokens into the layout of the call."""
         if routing.expanded:
-            zero = call.zero_padding
+            zero = call.plan.zero_padding
             rows = expanded_rows(routing, rows, zero_padding=zero)
             if scales is not None:
                 scales = expanded_rows(routing, scales, zero_padding=zero)
             if weights is not None:
                 weights = expanded_weights(routing, weights, zero_padding=zero)
-        if scales is not None and call.scales_layout == "column":
+        if scales is not None and call.plan.scales_layout == "column":
             scales = np.asfortranarray(scales)
         if call.recv_stats is not None:
             call.recv_stats[...] += routing.expert_counts
         per_expert: list[int] = []
         if call.routing is None and routing.waited and routing.expert_counts is not None:
-            unit = call.expert_alignment
+            unit = call.plan.expert_alignment
             per_expert = [plan.round_up(int(count), unit) for count in routing.expert_counts]
         return DispatchOutput(
             recv_x=rows,
@@ -416,7 +416,7 @@ class HostEngine:
         """See ``Engine.combine``."""
         self._check_out(call)
         routing, dtype = call.routing, call.x.dtype
-        exact = routing.expanded and call.reduce == "exact"
+        exact = routing.expanded and call.plan.reduce == "exact"
         words = self._describe(Kind.COMBINE, call.x, call.topk_weights, None)
         words["birth"] = routing.birth
         if routing.expanded and call.topk_weights is not None:

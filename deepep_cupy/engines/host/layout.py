@@ -37,11 +37,11 @@ def with_experts(
         num_local_experts: El.
         call: The dispatch.
     """
-    unit = call.expert_alignment
+    unit = call.plan.expert_alignment
     counts = plan.count_per_expert(local, num_local_experts)
     ends = np.cumsum([plan.round_up(int(count), unit) for count in counts], dtype=np.int64)
     routing = replace(routing, expert_counts=frozen(counts), expert_alignment=unit)
-    if not call.expand:
+    if not call.plan.expand:
         return replace(routing, psum_expert_rows=frozen(ends.astype(np.int32)))
     first = np.concatenate([[0], ends[:-1]])
     token, column = np.nonzero(local >= 0)
@@ -53,7 +53,7 @@ def with_experts(
     table = np.full(local.shape, -1, np.int32)
     table[token, column] = row
     total = int(ends[-1])
-    if call.num_worst_tokens is not None:
+    if call.plan.num_worst_tokens is not None:
         total = plan.worst_expanded_rows(len(local), local.shape[1], num_local_experts, unit)
     return replace(
         routing,
