@@ -66,8 +66,9 @@ def main() -> int:
     source = kernel_source(name, args.arch, **shape)
     ptx = kernel_ptx(name, args.arch, **shape)
 
-    heading(f"1. CUDA text of {name}: {len(source.splitlines())} lines, here {name}.cu")
-    print(source if args.full else own_file(source, f"{name}.cu"))
+    file = "dispatch/bulk.cu" if bulk else "dispatch/ldst.cu"
+    heading(f"1. CUDA text of {name}: {len(source.splitlines())} lines, here {file}")
+    print(source if args.full else own_file(source, file))
     heading(f"2. PTX for {args.arch}: {len(ptx.splitlines())} lines, here where a row leaves")
     print(ptx if args.full else around(ptx, "cp.async.bulk.global" if bulk else "st.global.L1::no"))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
 import pytest
 
+from deepep_cupy._resources import kernel_dir
 from deepep_cupy.engines.gpu.kernels import get_kernel, list_kernels, shape_constants
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.source import prelude
@@ -157,5 +159,6 @@ def test_every_kernel_has_threads_and_shared_memory(spec):
     assert spec.num_threads(constants) % 32 == 0
     assert 0 <= spec.num_shared_bytes(constants) <= 232_448
     assert spec.entry == spec.name
-    assert spec.source.rpartition("/")[2] == f"{spec.name}.cu"
+    text = (kernel_dir() / spec.source).read_text(encoding="utf-8")
+    assert re.findall(r"^KERNEL (\w+)\(", text, re.MULTILINE) == [spec.name]
     assert spec.doc

@@ -82,7 +82,7 @@ def test_no_function_that_reads_is_missing_from_the_table():
 
 def test_bulk_loads_of_peers_rows_stand_behind_a_proxy_fence():
     """Those of this rank's rows, in dispatch, rely on the kernel boundary."""
-    combine = (kernel_dir() / "combine_bulk.cu").read_text()
+    combine = (kernel_dir() / "combine" / "bulk.cu").read_text()
     assert "fence_proxy_async_global();" in combine
     assert combine.index("fence_proxy_async_global();") < combine.rindex("start_loads(c, d, s")
 

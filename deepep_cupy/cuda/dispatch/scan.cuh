@@ -7,7 +7,7 @@
 // of ranks is a choice of ranks. The code is kept short, loops rolled: a kernel that begins with
 // cold caches fetches each line of it from memory, which costs more than running it.
 #include "common/access.cuh"
-#include "dispatch/deal.cuh"
+#include "dispatch/schedule.cuh"
 
 constexpr u32 kScanDepth = 4;  // choices a lane has in flight
 constexpr u32 kCountedExperts = 256;  // at a time

@@ -14,7 +14,7 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
-#include "common/walk.cuh"
+#include "common/grid_stride.cuh"
 
 // Tokens to look at: none where the dispatch failed.
 DEVICE u32 tokens_received(const ExpandCommon& d) {

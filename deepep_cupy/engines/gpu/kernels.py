@@ -31,7 +31,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="barrier",
-        source="barrier.cu",
+        source="barrier/barrier.cu",
         entry="barrier",
         params=(Param("comm", COMM),),
         doc="no rank leaves before all have come; also how a rank refuses a call",
@@ -39,7 +39,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="dispatch",
-        source="dispatch.cu",
+        source="dispatch/ldst.cu",
         entry="dispatch",
         params=(Param("comm", COMM), Param("d", DISPATCH)),
         doc="rows to the ranks of their experts, by loads and stores",
@@ -47,7 +47,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="dispatch_bulk",
-        source="dispatch_bulk.cu",
+        source="dispatch/bulk.cu",
         entry="dispatch_bulk",
         params=(Param("comm", COMM), Param("d", DISPATCH)),
         doc="rows to the ranks of their experts, by the bulk copy engine",
@@ -56,7 +56,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="dispatch_cast_bulk",
-        source="dispatch_cast_bulk.cu",
+        source="dispatch/cast_bulk.cu",
         entry="dispatch_cast_bulk",
         params=(Param("comm", COMM), Param("d", DISPATCH_CAST)),
         doc="the same, cast to FP8 on their way",
@@ -65,7 +65,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="combine",
-        source="combine.cu",
+        source="combine/ldst.cu",
         entry="combine",
         params=(Param("comm", COMM), Param("d", COMBINE)),
         doc="rows back to their tokens, added up, by loads",
@@ -73,7 +73,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="combine_bulk",
-        source="combine_bulk.cu",
+        source="combine/bulk.cu",
         entry="combine_bulk",
         params=(Param("comm", COMM), Param("d", COMBINE)),
         doc="rows back to their tokens, added up, by the bulk copy engine",
@@ -82,7 +82,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="combine_expanded",
-        source="combine_expanded.cu",
+        source="combine/expanded.cu",
         entry="combine_expanded",
         params=(Param("comm", COMM), Param("d", COMBINE_EXPANDED)),
         doc="all copies of the expanded layout back to their tokens, added up, by loads",
@@ -90,21 +90,21 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="quantize",
-        source="quantize.cu",
+        source="quantize/quantize.cu",
         entry="quantize",
         params=(Param("d", QUANTIZE),),
         doc="rows to FP8 with scales, before they travel",
     ),
     KernelSpec(
         name="expand_count",
-        source="expand_count.cu",
+        source="expand/count.cu",
         entry="expand_count",
         params=(Param("d", EXPAND),),
         doc="expanded layout, 1: tokens per slice and local expert",
     ),
     KernelSpec(
         name="expand_starts",
-        source="expand_starts.cu",
+        source="expand/starts.cu",
         entry="expand_starts",
         params=(Param("d", EXPAND),),
         doc="expanded layout, 2: tokens of an expert before each slice",
@@ -112,35 +112,35 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         name="expand_rows",
-        source="expand_rows.cu",
+        source="expand/rows.cu",
         entry="expand_rows",
         params=(Param("d", EXPAND),),
         doc="expanded layout, 3: the row of each copy",
     ),
     KernelSpec(
         name="expand_copy",
-        source="expand_copy.cu",
+        source="expand/copy.cu",
         entry="expand_copy",
         params=(Param("d", COPY),),
         doc="expanded layout, 4: rows, weights and scales to their copies",
     ),
     KernelSpec(
         name="reduce_copies",
-        source="reduce_copies.cu",
+        source="combine/reduce_copies.cu",
         entry="reduce_copies",
         params=(Param("d", REDUCE),),
         doc="adds up the copies that each received token has in the expanded layout",
     ),
     KernelSpec(
         name="stage",
-        source="stage.cu",
+        source="combine/stage.cu",
         entry="stage",
         params=(Param("d", STAGE),),
         doc="rows to where the peers can read them, where no host knows how many",
     ),
     KernelSpec(
         name="columns",
-        source="columns.cu",
+        source="dispatch/columns.cu",
         entry="columns",
         params=(Param("d", COLUMNS),),
         doc="received scales to column-major order",

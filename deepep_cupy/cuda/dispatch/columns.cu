@@ -5,7 +5,7 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
-#include "common/walk.cuh"
+#include "common/grid_stride.cuh"
 
 KERNEL columns(const GRID_CONSTANT ColumnsParams p) {
     const ColumnsCommon& d = p.d;

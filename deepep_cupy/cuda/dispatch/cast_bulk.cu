@@ -6,7 +6,7 @@
 // FP8 rows with scales, byte for byte. Rows of x and of codes are multiples of 16 bytes.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
-#include "dispatch/bulk.cuh"
+#include "dispatch/move_bulk.cuh"
 #include "quantize/in_place.cuh"
 
 // Lane g has the scale of group g, and what is to be multiplied with it.

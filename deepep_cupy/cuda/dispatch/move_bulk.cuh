@@ -14,8 +14,8 @@
 //   send_with_piece()  what else goes to the ranks that get it; `made` is what change() returned
 // All lanes call them.
 #include "asm/bulk.cuh"
-#include "common/bulk_wait.cuh"
-#include "dispatch/deliver.cuh"
+#include "comm/bulk_wait.cuh"
+#include "dispatch/dispatch.cuh"
 
 constexpr int kStages = kDispatchStages;
 static_assert(kStages == 2, "a load waits for all stores but those of the piece at hand");

@@ -7,7 +7,7 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "combine/rows.cuh"
-#include "expanded/terms.cuh"
+#include "combine/weighted_add.cuh"
 
 struct Shared {
     CommShared comm;

@@ -10,7 +10,7 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
-#include "common/walk.cuh"
+#include "common/grid_stride.cuh"
 #include "quantize/codes.cuh"
 
 DEVICE u32 groups_of_row(const QuantizeCommon& d) {

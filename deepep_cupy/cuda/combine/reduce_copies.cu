@@ -5,8 +5,8 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
-#include "common/walk.cuh"
-#include "expanded/terms.cuh"
+#include "common/grid_stride.cuh"
+#include "combine/weighted_add.cuh"
 
 constexpr int kBatch = 2;  // copies whose loads are in flight together
 

@@ -4,7 +4,7 @@
 // are no multiple of 16 bytes. One warp a row; the load of a row is shared by all destinations.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
-#include "dispatch/deliver.cuh"
+#include "dispatch/dispatch.cuh"
 
 struct Shared {
     CommShared comm;

@@ -9,7 +9,7 @@
 #include "generated/prelude.cuh"
 #include "asm/bulk.cuh"
 #include "combine/rows.cuh"
-#include "common/bulk_wait.cuh"
+#include "comm/bulk_wait.cuh"
 
 constexpr int kSets = 2;
 constexpr int kLaneWords = (kCombinePieceBytes + 511) / 512;  // 16-byte words a lane adds

@@ -6,7 +6,7 @@
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
 #include "common/poison.cuh"
-#include "common/walk.cuh"
+#include "common/grid_stride.cuh"
 
 // row: of the copy for choice `lane`, ~0 where there is none; copies: one bit a choice.
 

@@ -4,7 +4,7 @@
 // ever holds row data. Rows and bases are multiples of 16 bytes.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
-#include "dispatch/bulk.cuh"
+#include "dispatch/move_bulk.cuh"
 
 struct PlainRows {
     static constexpr u32 kStageBytes = kDispatchStageBytes;
