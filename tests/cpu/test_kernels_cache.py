@@ -23,7 +23,12 @@ DIGEST = "0123456789abcdef" * 4
 FILES = {"k.cu": b"text", "k.cubin": b"\x7fELF..."}
 META = {"resources": {"registers": 7}}
 SPEC = KernelSpec(
-    name="fake", source="barrier/barrier.cu", entry="fake", doc="", params=(Param("x", "u8*"),), threads=32
+    name="fake",
+    source="barrier/barrier.cu",
+    entry="fake",
+    doc="",
+    params=(Param("x", "u8*"),),
+    threads=32,
 )
 REQUEST = Request(SPEC, {"kNumRanks": 2}, Target(90))
 

@@ -49,9 +49,6 @@ DEVICE void st_relaxed_gpu_u64(u64* p, u64 v) {
 DEVICE void st_release_gpu_u64(u64* p, u64 v) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-DEVICE void st_relaxed_sys_u32(u32* p, u32 v) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEVICE void st_relaxed_sys_u64(u64* p, u64 v) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -169,16 +166,6 @@ DEVICE u8 ld_relaxed_sys_u8(const u8* p) {
 DEVICE u16 ld_relaxed_sys_u16(const u16* p) {
     u16 v;
     asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE u8 ld_nc_no_allocate_u8(const u8* p) {
-    u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(v) : "l"(p));
-    return static_cast<u8>(v);
-}
-DEVICE u16 ld_nc_no_allocate_u16(const u16* p) {
-    u16 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
 DEVICE u32 ld_nc_no_allocate_u32(const u32* p) {

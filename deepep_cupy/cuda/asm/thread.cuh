@@ -35,5 +35,4 @@ DEVICE void poll_pause() {}
 
 // Atomics on this block's shared memory.
 DEVICE u32 shared_add(u32* counter, u32 value) { return atomicAdd(counter, value); }
-DEVICE u32 shared_or(u32* word, u32 bits) { return atomicOr(word, bits); }
 DEVICE u32 shared_min(u32* word, u32 value) { return atomicMin(word, value); }

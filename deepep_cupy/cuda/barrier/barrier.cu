@@ -14,9 +14,9 @@ static_assert(sizeof(Shared) <= kBarrierSharedBytes, "SHARED_HEAD in protocol/co
 
 KERNEL barrier(const GRID_CONSTANT BarrierParams p) {
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(p.comm);
+    Snapshot snapshot = prefetch_state(p.comm);
     if (fills_header()) begin_header(p.comm, s.comm);
-    Verdict verdict = enter(p.comm, s.comm, entry);
+    Verdict verdict = enter(p.comm, s.comm, snapshot);
     if (verdict == kGo) {
         send_header(p.comm, s.comm);
         verdict = open_headers(p.comm, s.comm);

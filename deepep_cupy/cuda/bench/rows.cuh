@@ -3,14 +3,14 @@
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
 
-struct Place {
+struct RowPosition {
     u32 segment;
     u32 row;
 };
 
 // Where the row lies that comes `number`-th. The stride has no factor in common with the number
 // of rows, so that each comes once, and segments take turns in proportion to their rows.
-DEVICE Place place_of(const CeilingCopy& d, u32 number) {
+DEVICE RowPosition position_of(const CeilingCopy& d, u32 number) {
     u32 row = static_cast<u32>(static_cast<u64>(number) * d.stride % d.num_rows);
     u32 segment = 0;
     while (row >= d.rows[segment]) {
@@ -27,10 +27,10 @@ struct Piece {
     u32 bytes;
 };
 DEVICE Piece piece_of(const CeilingCopy& d, u64 item, u32 pieces, u32 most) {
-    Place place = place_of(d, static_cast<u32>(item / pieces));
+    RowPosition position = position_of(d, static_cast<u32>(item / pieces));
     u32 begin = static_cast<u32>(item % pieces) * most;
     u32 rest = d.row_bytes - begin;
-    u64 offset = static_cast<u64>(place.row) * d.row_bytes + begin;
-    return {d.source[place.segment] + offset, d.target[place.segment] + offset,
+    u64 offset = static_cast<u64>(position.row) * d.row_bytes + begin;
+    return {d.source[position.segment] + offset, d.target[position.segment] + offset,
             rest < most ? rest : most};
 }

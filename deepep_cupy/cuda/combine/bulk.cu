@@ -189,7 +189,7 @@ DEVICE Start start_of(const CombineCommon& d) {
     return start;
 }
 
-struct AddTokens {
+struct AddUnits {
     const CommParams& c;
     const CombineCommon& d;
     Shared& s;
@@ -222,15 +222,15 @@ struct AddTokens {
 
 KERNEL combine_bulk(const GRID_CONSTANT CombineBulkParams p) {
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(p.comm);
+    Snapshot snapshot = prefetch_state(p.comm);
     Start start = start_of(p.d);
     if (lane_index() == 0) {
         for (int set = 0; set < kSets; ++set) mbarrier_init(&s.loaded[warp_index()][set], 1);
         fence_mbarrier_init();
     }
     if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm, entry);
+    Verdict verdict = enter(p.comm, s.comm, snapshot);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
-    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, p.d, s, start});
+    if (verdict == kGo) with_number(p.d.dtype, AddUnits{p.comm, p.d, s, start});
     finish(p.comm, s.comm, p.d, verdict);
 }

@@ -33,50 +33,50 @@ DEVICE u32 read_word_of_rank(const CommParams& c, const CommShared& s, u32 rank,
 // ---- where a token's copies are ----
 
 // Entries of all ranks' tables for choice `lane`, on their way while another token is added up.
-struct Pending {
+struct Lookup {
     u32 found[kNumRanks];
 };
 
 // row: this lane's row_of_lane().
-DEVICE Pending look_up(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 row) {
-    Pending pending;
+DEVICE Lookup look_up(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 row) {
+    Lookup lookup;
     UNROLL
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
         u32 there = warp_shuffle(row, rank);
-        pending.found[rank] = ~0u;
+        lookup.found[rank] = ~0u;
         if (there != ~0u && lane_index() < d.num_topk) {
             u64 entry = static_cast<u64>(there) * d.num_topk + lane_index();
-            pending.found[rank] = read_word_of_rank(c, s, rank, kWordIndexOffset, entry);
+            lookup.found[rank] = read_word_of_rank(c, s, rank, kWordIndexOffset, entry);
         }
     }
-    return pending;
+    return lookup;
 }
 
 struct Copy {
     u32 rank;  // ~0: choice `lane` has no copy
     u32 row;
 };
-DEVICE Copy settle(const Pending& pending) {
+DEVICE Copy copy_found(const Lookup& lookup) {
     Copy copy = {~0u, 0u};
     UNROLL
     for (u32 rank = 0; rank < kNumRanks; ++rank) {
-        if (pending.found[rank] != ~0u) copy = {rank, pending.found[rank]};
+        if (lookup.found[rank] != ~0u) copy = {rank, lookup.found[rank]};
     }
     return copy;
 }
 
 // Goes through the copies in the order of their addition. All lanes call it and agree.
-struct Cursor {
+struct CopyWalk {
     u32 rank;
     u32 choices;  // of this rank, still to come
 };
-DEVICE u32 next_choice(Cursor& cursor, const Copy& copy) {
-    while (cursor.choices == 0u) {
-        ++cursor.rank;
-        cursor.choices = warp_ballot(copy.rank == cursor.rank);
+DEVICE u32 next_choice(CopyWalk& walk, const Copy& copy) {
+    while (walk.choices == 0u) {
+        ++walk.rank;
+        walk.choices = warp_ballot(copy.rank == walk.rank);
     }
-    u32 choice = lowest_bit(cursor.choices);
-    cursor.choices &= cursor.choices - 1u;
+    u32 choice = lowest_bit(walk.choices);
+    walk.choices &= walk.choices - 1u;
     return choice;
 }
 
@@ -119,7 +119,7 @@ DEVICE void add_copies(const CommParams& c, const CommShared& s, const CombineCo
     for (u32 begin = 0; begin < units; begin += 32u * kUnroll) {
         typename Number::Sum sum[kUnroll];
         bool first = add_biases<Number, kBytes, kUnroll>(d, token, begin, units, sum);
-        Cursor cursor = {~0u, 0u};
+        CopyWalk walk = {~0u, 0u};
         for (u32 done = 0; done < number; done += kBatch) {
             // The loads of a batch first, so that they overlap; then the sums, in order.
             Vec16 piece[kBatch][kUnroll];
@@ -127,10 +127,10 @@ DEVICE void add_copies(const CommParams& c, const CommShared& s, const CombineCo
             UNROLL
             for (int j = 0; j < kBatch; ++j) {
                 if (done + j >= number) continue;
-                u32 choice = next_choice(cursor, copy);
+                u32 choice = next_choice(walk, copy);
                 u64 row = warp_shuffle(copy.row, choice);
                 factor[j] = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
-                const u8* source = rows_of_rank(c, s, d, cursor.rank) + row * d.row_bytes;
+                const u8* source = rows_of_rank(c, s, d, walk.rank) + row * d.row_bytes;
                 UNROLL
                 for (int i = 0; i < kUnroll; ++i) {
                     u32 unit = begin + 32u * i + lane_index();
@@ -145,7 +145,7 @@ DEVICE void add_copies(const CommParams& c, const CommShared& s, const CombineCo
                 UNROLL
                 for (int i = 0; i < kUnroll; ++i) {
                     if (begin + 32u * i + lane_index() >= units) continue;
-                    Terms<Number>::add(sum[i], piece[j][i], factor[j], first);
+                    WeightedAdd<Number>::add(sum[i], piece[j][i], factor[j], first);
                 }
                 first = false;
             }
@@ -168,7 +168,7 @@ DEVICE void gather_weights(const CommParams& c, const CommShared& s, const Combi
     st_u32(d.combined_weights + static_cast<u64>(token) * d.num_topk + lane_index(), bits);
 }
 
-struct AddTokens {
+struct AddCopies {
     const CommParams& c;
     const CommShared& s;
     const CombineExpanded& d;
@@ -182,11 +182,11 @@ struct AddTokens {
         // Two steps ahead the tokens' received numbers are read, one step ahead the tables.
         u64 stride = token_stride();
         u32 row = row_of_token(first_token());
-        Pending pending = look_up(c, s, d.plain, row);
+        Lookup lookup = look_up(c, s, d.plain, row);
         row = row_of_token(first_token() + stride);
         for (u32 token = first_token(); token < d.plain.num_tokens; token += token_stride()) {
-            Copy copy = settle(pending);
-            pending = look_up(c, s, d.plain, row);
+            Copy copy = copy_found(lookup);
+            lookup = look_up(c, s, d.plain, row);
             row = row_of_token(token + 2 * stride);
             f32 weight = 1.0f;
             if (d.weighted != 0u && copy.rank != ~0u) {
@@ -205,10 +205,10 @@ struct AddTokens {
 
 KERNEL combine_expanded(const GRID_CONSTANT CombineExpandedParams p) {
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(p.comm);
+    Snapshot snapshot = prefetch_state(p.comm);
     if (fills_header()) fill_expanded(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm, entry);
+    Verdict verdict = enter(p.comm, s.comm, snapshot);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
-    if (verdict == kGo) with_number(p.d.plain.dtype, AddTokens{p.comm, s.comm, p.d});
+    if (verdict == kGo) with_number(p.d.plain.dtype, AddCopies{p.comm, s.comm, p.d});
     finish(p.comm, s.comm, p.d.plain, verdict);
 }

@@ -84,9 +84,9 @@ struct AddTokens {
 
 KERNEL combine(const GRID_CONSTANT CombineParams p) {
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(p.comm);
+    Snapshot snapshot = prefetch_state(p.comm);
     if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm, entry);
+    Verdict verdict = enter(p.comm, s.comm, snapshot);
     if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
     if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, s.comm, p.d});
     finish(p.comm, s.comm, p.d, verdict);

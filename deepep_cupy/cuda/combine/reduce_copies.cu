@@ -47,7 +47,7 @@ DEVICE void reduce_row(const ReduceCommon& d, u32 token, u32 row, f32 weight, u3
                 UNROLL
                 for (int i = 0; i < kUnroll; ++i) {
                     if (begin + 32u * i + lane_index() >= units) continue;
-                    Terms<Number>::add(sum[i], piece[j][i], factor[j], first);
+                    WeightedAdd<Number>::add(sum[i], piece[j][i], factor[j], first);
                 }
                 first = false;
             }

@@ -8,13 +8,13 @@
 #include "asm/thread.cuh"
 
 // What is copied: all units but those of the rank's own rows.
-struct Part {
+struct PeerUnits {
     u64 before;  // units before the rank's own
     u64 own;
     u64 total;   // units to copy
 };
 
-DEVICE Part part_of_rows(const StageCommon& d, u64 units_per_row) {
+DEVICE PeerUnits peer_units(const StageCommon& d, u64 units_per_row) {
     u64 before = 0;
     u64 own = 0;
     u64 rows = 0;
@@ -29,24 +29,24 @@ DEVICE Part part_of_rows(const StageCommon& d, u64 units_per_row) {
 
 template <int kBytes, int kUnroll>
 DEVICE void copy_units(const StageCommon& d) {
-    Part part = part_of_rows(d, d.row_bytes / kBytes);
+    PeerUnits units = peer_units(d, d.row_bytes / kBytes);
     u64 stride = static_cast<u64>(num_blocks()) * kNumThreads;
     u64 begin = static_cast<u64>(block_index()) * kNumThreads + thread_index();
-    for (u64 first = begin; first < part.total; first += stride * kUnroll) {
+    for (u64 first = begin; first < units.total; first += stride * kUnroll) {
         // All loads, then all stores: kUnroll loads a thread are in flight.
         Vec16 piece[kUnroll];
         UNROLL
         for (int i = 0; i < kUnroll; ++i) {
             u64 unit = first + stride * i;
-            if (unit >= part.total) continue;
-            u64 place = unit < part.before ? unit : unit + part.own;
+            if (unit >= units.total) continue;
+            u64 place = unit < units.before ? unit : unit + units.own;
             piece[i] = read_local_narrow<kBytes>(d.x + place * kBytes);
         }
         UNROLL
         for (int i = 0; i < kUnroll; ++i) {
             u64 unit = first + stride * i;
-            if (unit >= part.total) continue;
-            u64 place = unit < part.before ? unit : unit + part.own;
+            if (unit >= units.total) continue;
+            u64 place = unit < units.before ? unit : unit + units.own;
             write_narrow<kBytes>(d.out + place * kBytes, piece[i]);
         }
     }

@@ -19,7 +19,7 @@ DEVICE void add_values(Value (&sum)[kCount], const Value (&term)[kCount]) {
 // Puts a copy into a sum: starts it (`first`) or adds to it. Copies without weights come with 1.0,
 // by which a product is exact; integers have no weights.
 template <class Number>
-struct Terms {
+struct WeightedAdd {
     DEVICE_MEMBER void add(typename Number::Sum& sum, const Vec16& copy, f32 weight, bool first) {
         static_cast<void>(weight);
         if (first) {
@@ -31,7 +31,7 @@ struct Terms {
 };
 
 template <class Number>
-struct WeightedTerms {
+struct FloatWeightedAdd {
     DEVICE_MEMBER void add(typename Number::Sum& sum, const Vec16& copy, f32 weight, bool first) {
         typename Number::Sum term = Number::widen(copy);
         multiply_values(term.value, weight);
@@ -43,10 +43,10 @@ struct WeightedTerms {
     }
 };
 template <>
-struct Terms<Bfloat16> : WeightedTerms<Bfloat16> {};
+struct WeightedAdd<Bfloat16> : FloatWeightedAdd<Bfloat16> {};
 template <>
-struct Terms<Float16> : WeightedTerms<Float16> {};
+struct WeightedAdd<Float16> : FloatWeightedAdd<Float16> {};
 template <>
-struct Terms<Float32> : WeightedTerms<Float32> {};
+struct WeightedAdd<Float32> : FloatWeightedAdd<Float32> {};
 template <>
-struct Terms<Float64> : WeightedTerms<Float64> {};
+struct WeightedAdd<Float64> : FloatWeightedAdd<Float64> {};

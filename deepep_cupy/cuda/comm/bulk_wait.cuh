@@ -8,10 +8,10 @@
 // give_up(). Aborts are not looked at: a block may not end with a load in flight, and a load
 // whose source is mapped always completes.
 DEVICE bool wait_loaded(const CommParams& c, CommShared& s, u64* loaded, u32 parity) {
-    Patience patience;
+    PollTimer timer;
     bool ok = true;
     while (ok && !mbarrier_try_wait_parity(loaded, parity)) {  // PLANT(load_awaited)
-        if (take_turn(c, patience) == kTimeIsUp) {
+        if (tick(c, timer) == kTimeIsUp) {
             give_up(c, {kPhaseLoad, c.rank, parity}, 0);
             s.failed = 1;
             ok = false;

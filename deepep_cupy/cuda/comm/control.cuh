@@ -2,7 +2,7 @@
 // Where this kernel's communication words are, and what a block keeps about the operation.
 //
 // One operation of one Buffer is one kernel on every rank. All its blocks
-//     begin_enter()    ask for the epoch, and whether the Buffer may work at all
+//     prefetch_state()    ask for the epoch, and whether the Buffer may work at all
 //     enter()          learn it                                                (comm/header.cuh)
 //     open_headers()   tell the peers about this rank's call and read theirs   (comm/header.cuh)
 //     ...              move rows

@@ -10,9 +10,9 @@
 
 // ---- entering ----
 
-// Between begin_enter() and enter() a block does what needs no leave: fills in its header, reads
-// this rank's inputs.
-struct Entry {
+// State of the Buffer that the first thread asks for early. Until enter() uses it, a block does
+// what it may do in any state: it fills in its header and reads this rank's inputs.
+struct Snapshot {
     u32 epoch;
     u32 poisoned;
     u32 abort;
@@ -20,49 +20,49 @@ struct Entry {
 };
 
 // The thread that fills in s.mine, before enter(): where there is another, not the one that waits
-// for what begin_enter() has asked for.
+// for what prefetch_state() has asked for.
 DEVICE bool fills_header() {
     return block_index() == 0 && thread_index() == (kNumWarps > 1 ? 32u : 0u);
 }
 
 // Words of all ranks' headers are dealt to the threads from the last one down: the first warps
-// have more to do between begin_enter() and enter().
+// have more to do between prefetch_state() and enter().
 DEVICE u32 first_word() { return kNumThreads - 1u - thread_index(); }
 
 // First of all in a kernel, by all threads: asks for the state of the Buffer.
-DEVICE Entry begin_enter(const CommParams& c) {
+DEVICE Snapshot prefetch_state(const CommParams& c) {
     // Release, long before the words are sent, in each thread that will send some: what earlier
     // kernels of this stream read or wrote (ordered before this thread by the kernel boundary)
-    // precedes them at every peer. Headers speak of nothing that this kernel does.
+    // precedes them at every peer. Nothing that this kernel does needs to precede its headers.
     // PLANT(fence_before_headers)
     if (block_index() == 0 && first_word() < kNumRanks * kHeaderWords) fence_acq_rel_sys();
-    Entry entry = {};
+    Snapshot snapshot = {};
     if (thread_index() == 0) {
         u8* own = own_region(c);
         // Kernels of one Buffer run one after the other, so epoch and poison are stable here.
-        entry.epoch = ld_relaxed_gpu_u32(control_u32(own, kControlEpoch));
-        entry.poisoned = ld_relaxed_gpu_u32(control_u32(own, kControlPoisoned));
-        entry.abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
-        entry.inside = atom_cas_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u, c.serial);
+        snapshot.epoch = ld_relaxed_gpu_u32(control_u32(own, kControlEpoch));
+        snapshot.poisoned = ld_relaxed_gpu_u32(control_u32(own, kControlPoisoned));
+        snapshot.abort = ld_relaxed_sys_u32(control_u32(own, kControlAbort));
+        snapshot.inside = atom_cas_relaxed_gpu_u32(control_u32(own, kControlBusy), 0u, c.serial);
     }
-    return entry;
+    return snapshot;
 }
 
-// Learns whether to work. All threads of a block call it.
-DEVICE Verdict enter(const CommParams& c, CommShared& s, const Entry& entry) {
+// Decides whether to work. All threads of a block call it.
+DEVICE Verdict enter(const CommParams& c, CommShared& s, const Snapshot& snapshot) {
     // A record shows zeros where a header never came.
     for (u32 i = thread_index(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
         s.headers[i / kHeaderWords][i % kHeaderWords] = 0;
     }
     if (thread_index() == 0) {
-        s.epoch = entry.epoch;
+        s.epoch = snapshot.epoch;
         s.failed = 0;
         s.last = 0;
         s.disagree = 0;
         s.verdict = kGo;
-        if (entry.abort != 0u) s.verdict = kFailed;
-        if (entry.poisoned != 0u) s.verdict = kPoisoned;
-        if (entry.inside != 0u && entry.inside != c.serial) {
+        if (snapshot.abort != 0u) s.verdict = kFailed;
+        if (snapshot.poisoned != 0u) s.verdict = kPoisoned;
+        if (snapshot.inside != 0u && snapshot.inside != c.serial) {
             s.verdict = kBusy;
             st_relaxed_sys_u64(c.report + kReportBusy, c.serial);
         }
@@ -74,7 +74,7 @@ DEVICE Verdict enter(const CommParams& c, CommShared& s, const Entry& entry) {
 // ---- sending ----
 
 // Sends s.mine to all ranks, this one included. Block 0 calls it, after a block barrier that
-// follows the writing of s.mine; each word's release is in begin_enter().
+// follows the writing of s.mine; each word's release is in prefetch_state().
 DEVICE void send_header(const CommParams& c, const CommShared& s) {
     NO_UNROLL
     for (u32 i = first_word(); i < kNumRanks * kHeaderWords; i += kNumThreads) {
@@ -149,8 +149,8 @@ DEVICE void begin_header(const CommParams& c, CommShared& s) {
     s.mine[kWordRefusalValue] = c.refusal_value;
 }
 
-// Names the dispatch that made the handle in use. One that was refused or failed left 0: what
-// the host has queued on it meanwhile is refused as well. After begin_header().
+// Names the dispatch that made the handle in use. A dispatch that was refused or failed left 0:
+// operations that the host has queued on it meanwhile are refused, too. After begin_header().
 DEVICE void set_birth(CommShared& s, u32 birth) {
     s.mine[kWordBirth] = birth;
     if (birth != 0u || s.mine[kWordRefusal] != 0u) return;  // PLANT(handle_accepted)

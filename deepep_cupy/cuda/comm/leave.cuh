@@ -1,9 +1,9 @@
 #pragma once
-// The one exit. Whatever happened, every block that entered comes through here.
+// The one exit: every block that entered comes through here, with any verdict.
 //
-// The last block tells the peers how this rank fared and hears how they did. An operation that
-// ends with kGo has every rank's word that its part is complete: all rows that were to come have
-// come, and nobody reads or writes this rank's memory any more.
+// The last block sends this rank's result to all ranks and receives theirs. An operation that ends
+// with kGo has an arrival from every rank: all rows that were to come have come, and no rank reads
+// or writes this rank's memory any more.
 #include "comm/wait.cuh"
 
 // ---- the report on the host ----
@@ -43,7 +43,7 @@ DEVICE void write_record(const CommParams& c, CommShared& s, Verdict verdict) {
 
 // ---- arrivals ----
 
-// Tells every peer that this rank is done with the operation, with 0 or an abort word.
+// Sends an arrival to every rank: this one is done with the operation, with 0 or an abort word.
 DEVICE void send_arrivals(const CommParams& c, const CommShared& s, u32 status) {
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {  // PLANT(arrival_to_each_rank)
         u32 peer = (c.rank + 1u + i) % kNumRanks;  // PLANT(arrival_peer)
@@ -72,9 +72,9 @@ DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
         if (status != 0u) {
             red_or_relaxed_sys_u32(control_u32(own_region(c), kControlAbort), status);
         }
-        // A rank that gave up after its own arrival has said so since: its later kernels may
-        // already be overwriting rows that this rank was reading. The thread that hears the last
-        // arrival looks last.
+        // A rank may give up after its own arrival and then send an abort: its later kernels may
+        // already be overwriting rows that this rank was reading. So each thread looks at the abort
+        // word after its arrival has come, and the one whose arrival came last looks last.
         if (status != 0u || told_to_stop(c, false)) {
             ok = false;
             break;
@@ -83,7 +83,7 @@ DEVICE bool receive_arrivals(const CommParams& c, CommShared& s) {
     return !block_barrier_or(!ok);
 }
 
-// Tells every peer at once that this rank has given up; their waits end within microseconds.
+// Sends this rank's abort word to all others; their waits end within microseconds.
 DEVICE void send_aborts(const CommParams& c) {
     u32 abort = ld_relaxed_sys_u32(control_u32(own_region(c), kControlAbort));
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) {

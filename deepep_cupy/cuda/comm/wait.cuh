@@ -28,8 +28,8 @@ DEVICE void give_up(const CommParams& c, const Wait& wait, u64 seen) {
                            abort_word(kAbortTimeout, 1u << wait.peer, c.rank));
 }
 
-// Has anybody told this rank to stop? Peers write the abort word in device memory; a process that
-// has lost its GPU, or never had one, writes its line of the board in host memory.
+// Whether another rank wants this one to stop. Peers write the abort word in device memory; a
+// process that has lost its GPU, or never had one, writes its line of the board in host memory.
 DEVICE bool told_to_stop(const CommParams& c, bool look_at_board) {
     u32* abort = control_u32(own_region(c), kControlAbort);
     if (ld_relaxed_sys_u32(abort) != 0u) return true;
@@ -43,37 +43,39 @@ DEVICE bool told_to_stop(const CommParams& c, bool look_at_board) {
     return false;
 }
 
-// The clock of one wait: take_turn() is called once a turn and mostly does nothing.
-struct Patience {
+// The time one wait has lasted: tick() is called at every poll and looks at the clock at few.
+struct PollTimer {
     u64 deadline = 0;
-    u32 turn = 0;
+    u32 polls = 0;
 };
 
-enum Turn : u32 { kKeepWaiting, kTimeIsUp, kToldToStop };
+enum Tick : u32 { kKeepWaiting, kTimeIsUp, kToldToStop };
 
-DEVICE Turn take_turn(const CommParams& c, Patience& patience) {
+DEVICE Tick tick(const CommParams& c, PollTimer& timer) {
     poll_pause();
-    if (++patience.turn % kTurnsPerCheck != 0) return kKeepWaiting;
+    if (++timer.polls % kTurnsPerCheck != 0) return kKeepWaiting;
     u64 now = global_timer();
-    if (patience.deadline == 0) patience.deadline = now + c.timeout_ns;
-    if (now >= patience.deadline) return kTimeIsUp;
-    bool look_at_board = patience.turn % (16u * kTurnsPerCheck) == 0;
+    if (timer.deadline == 0) timer.deadline = now + c.timeout_ns;
+    if (now >= timer.deadline) return kTimeIsUp;
+    bool look_at_board = timer.polls % (16u * kTurnsPerCheck) == 0;
     return told_to_stop(c, look_at_board) ? kToldToStop : kKeepWaiting;
 }
 
 // ---- waiting ----
 
-// Polls a word of this rank's memory until it carries this epoch. The poll is relaxed: the value
-// proves itself. A caller that will read what the writer released acquires the word afterwards.
-// Returns false after give_up() or an abort.
+// Polls a word of this rank's memory until it carries this epoch. Returns false after give_up() or
+// an abort.
+//
+// Relaxed: the epoch in the word proves the value. A caller that will read other data that the
+// writer released acquires the word afterwards.
 DEVICE bool wait_stamped(const CommParams& c, const CommShared& s, u64* word, Wait wait,
                          u64& seen) {
-    Patience patience;
+    PollTimer timer;
     for (;;) {
         seen = ld_relaxed_sys_u64(word);
         if (is_stamped(seen, s.epoch)) return true;
-        Turn turn = take_turn(c, patience);
-        if (turn == kTimeIsUp) give_up(c, wait, seen);
-        if (turn != kKeepWaiting) return false;
+        Tick now = tick(c, timer);
+        if (now == kTimeIsUp) give_up(c, wait, seen);
+        if (now != kKeepWaiting) return false;
     }
 }

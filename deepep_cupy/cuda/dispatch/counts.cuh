@@ -1,10 +1,10 @@
 #pragma once
-// Rows per expert and per rank: told to the peers, to a host that waits, and to later kernels.
-// All of it is the work of the clerk, the last block of the grid.
+// Counts per expert and per rank: sent to the peers, reported to a host that waits, and written for
+// later kernels. All of it is the work of one block, the last of the grid: the reporter.
 #include "common/access.cuh"
 #include "comm/wait.cuh"
 
-DEVICE bool is_clerk() { return block_index() == num_blocks() - 1; }
+DEVICE bool is_reporter() { return block_index() == num_blocks() - 1; }
 
 // ---- between the ranks ----
 
@@ -24,7 +24,7 @@ DEVICE void send_expert_counts(const CommParams& c, const CommShared& comm,
         st_relaxed_gpu_u32(histogram + expert, 0u);  // PLANT(histogram_reset)
         u32 owner = expert / d.experts_per_rank;
         u64* slots = expert_slots(c, d, comm.epoch, owner, c.rank);
-        // Relaxed: the count proves itself by its epoch and speaks of nothing else.
+        // Relaxed: the count is accepted under its epoch only, and hands over no other data.
         st_relaxed_sys_u64(slots + expert % d.experts_per_rank, stamped(comm.epoch, count));
     }
 }
@@ -44,7 +44,7 @@ DEVICE ExpertWords ask_for_expert(const CommParams& c, const CommShared& comm,
     return words;
 }
 
-// Adds it up; only words that had not come are waited for, one by one.
+// Adds up the count of one expert; waits, one by one, for the words that had not come.
 DEVICE bool count_of_expert(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                             u32 expert, const ExpertWords& words, u32& count) {
     u64* slots = expert_slots(c, d, comm.epoch, c.rank, 0) + expert;
@@ -141,9 +141,9 @@ DEVICE void report_experts(const CommParams& c, CommShared& comm, const Dispatch
 }
 
 // Writes all counts into the handle's arrays, and tells them to the host if it waits. The last
-// warp of the clerk does it before it moves rows.
+// warp of the reporter does it before it moves rows.
 DEVICE void report_counts(const CommParams& c, CommShared& comm, const DispatchCommon& d) {
-    if (!is_clerk() || warp_index() != kNumWarps - 1 || d.layout == kLayoutCached) return;
+    if (!is_reporter() || warp_index() != kNumWarps - 1 || d.layout == kLayoutCached) return;
     u32 source = lane_index();
     if (source < kNumRanks) {
         u32 rows = rows_from(c, comm, source);

@@ -1,13 +1,11 @@
 #pragma once
-// Which token goes where: from the caller's arrays to the row each copy will have at its receiver.
+// The exchange of counts: from the slots of one block to rows at every receiver.
 //
-//   scan      each block looks at its own tokens: slot of a token = number of earlier tokens of
-//             the block for the same rank                                     (dispatch/scan.cuh)
 //   prefix    blocks publish their counts; each adds up those before it, and publishes the sum
 //   headers   ranks exchange their counts; each adds up those of lower ranks
 //   row of token t at rank r = rows of lower ranks + rows of lower blocks + slot
 //
-// A cached handle brings the rows along: only the headers remain.
+// With a cached handle the rows are known: only the headers are exchanged.
 #include "comm/header.cuh"
 #include "dispatch/counts.cuh"
 #include "dispatch/scan.cuh"
@@ -26,7 +24,7 @@ DEVICE u64* before_slot(const CommParams& c, u32 block) {
 DEVICE void publish_counts(const CommParams& c, const CommShared& comm, const RouteShared& s,
                            u32 rows) {
     u64* mine = partial_slot(c, block_index());
-    // Relaxed: all these words prove themselves by their epoch and speak of nothing else.
+    // Relaxed: each of these words is accepted under its epoch only, and hands over no other data.
     if (thread_index() < kNumRanks) {
         st_relaxed_gpu_u64(mine + thread_index(), stamped(comm.epoch, rows));
     }
@@ -60,8 +58,8 @@ DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s)
     }
     ok = !block_barrier_or(!ok);
     if (ok && thread_index() < kNumRanks) {
-        // Release: the block's slots (ordered by the barrier above) before this word. Not sooner,
-        // so that the counts wait for none of them.
+        // Release: the block's slots in send_row (ordered by the barrier above) come before this
+        // word. Publishing the counts needs no release, so that it does not wait for the slots.
         // PLANT(rows_before_released)
         st_release_gpu_u64(before_slot(c, block_index()) + thread_index(),
                            stamped(comm.epoch, s.before[thread_index()]));
@@ -69,11 +67,11 @@ DEVICE bool add_up_counts(const CommParams& c, CommShared& comm, RouteShared& s)
     return ok;
 }
 
-// Says that this block's choices are counted.
+// Publishes that this block's choices are in the histogram.
 DEVICE void publish_experts(const CommParams& c, const CommShared& comm) {
     block_barrier();
     if (thread_index() == 0) {
-        // Release: the block's additions to the histogram (ordered by the barrier).
+        // Release: the block's additions to the histogram (ordered by the barrier) come before.
         // PLANT(choices_released)
         st_release_gpu_u64(before_slot(c, block_index()) + kNumRanks, stamped(comm.epoch, 0));
     }
@@ -97,10 +95,9 @@ DEVICE bool acquire_blocks(const CommParams& c, CommShared& comm, u32 column) {
     return !block_barrier_or(!ok);
 }
 
-// ---- the whole routing ----
+// ---- between the ranks ----
 
-// What this rank says of its dispatch, but for what the scan finds. The thread that fills_header()
-// calls it.
+// Fills this rank's header, but for what the scan finds. The thread that fills_header() calls it.
 DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCommon& d) {
     bool cached = d.layout == kLayoutCached;
     u32 birth = cached ? ld_u32(d.birth_in) : 0u;
@@ -121,7 +118,7 @@ DEVICE void fill_header(const CommParams& c, CommShared& comm, const DispatchCom
     if (cached) set_birth(comm, birth);
 }
 
-// What the scan has found. Block 0; ends with a block barrier.
+// Adds what the scan has found to the header. Block 0; ends with a block barrier.
 DEVICE void complete_header(CommShared& comm, const RouteShared& s) {
     if (thread_index() < kNumRanks) {
         comm.mine[kWordCounts + thread_index()] = s.total[thread_index()];
@@ -137,11 +134,11 @@ DEVICE void complete_header(CommShared& comm, const RouteShared& s) {
 // From this block's tokens to what all blocks of this rank have for each rank, and its header.
 template <class Begin>
 DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                         RouteShared& s, const Ahead& ahead, Begin begin_work) {
+                         RouteShared& s, const Prefetched& prefetched, Begin begin_work) {
     for (u32 i = thread_index(); i < kNumRanks; i += kNumThreads) s.total[i] = s.before[i] = 0;
     if (thread_index() == 0) s.bad_token = s.bad_of_all = ~0u;
     bool counts = d.layout == kLayoutTopk;
-    u32 rows = scan_block(d, s, ahead);
+    u32 rows = scan_block(d, s, prefetched);
     if (num_blocks() == 1) {
         if (thread_index() < kNumRanks) s.total[thread_index()] = rows;
         if (thread_index() == 0) s.bad_of_all = s.bad_token;
@@ -166,7 +163,7 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
     if (counts) {
         count_experts(c, d, s);
         publish_experts(c, comm);
-        if (is_clerk()) {
+        if (is_reporter()) {
             if (!acquire_blocks(c, comm, kNumRanks)) return false;
             send_expert_counts(c, comm, d);
         }
@@ -181,12 +178,12 @@ DEVICE bool route_tokens(const CommParams& c, CommShared& comm, const DispatchCo
 //   comm.headers        where every rank wants its rows
 template <class Begin>
 DEVICE Verdict route(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                     RouteShared& s, const Ahead& ahead, Begin begin_work) {
+                     RouteShared& s, const Prefetched& prefetched, Begin begin_work) {
     bool cached = d.layout == kLayoutCached;
     if (cached) {
         if (block_index() == 0) send_header(c, comm);
         begin_work();
-    } else if (!route_tokens(c, comm, d, s, ahead, begin_work)) {
+    } else if (!route_tokens(c, comm, d, s, prefetched, begin_work)) {
         return kFailed;
     }
     Verdict verdict = open_headers(c, comm);

@@ -45,7 +45,7 @@ DEVICE void poison_received(const CommParams& c, const DispatchCommon& d, u64 ro
 }
 
 // Adds this call's counts per expert to the caller's. The last block calls it, once all is well:
-// it has acquired what the clerk wrote with the blocks' arrival counter.
+// it has acquired what the reporter wrote with the blocks' arrival counter.
 DEVICE void add_statistics(const DispatchCommon& d) {
     for (u32 expert = thread_index(); expert < d.num_reported_experts; expert += kNumThreads) {
         st_u32(d.recv_stats + expert,
@@ -53,10 +53,10 @@ DEVICE void add_statistics(const DispatchCommon& d) {
     }
 }
 
-// Rows to poison. Where the host waits, the clerk may have told it the real number, so that the rest
-// is somebody else's by now: whatever this block knows, whose own wait may have expired. Then all
-// headers are here; without one of them nobody was told anything. Relaxed: the clerk has seen these
-// words, and its arrival precedes the last block's.
+// Rows to poison. Where the host waits, the reporter may have told it the real number of rows, and
+// the host may have given the memory behind them to somebody else: then only that number. The
+// reporter had all headers when it reported; while one is missing, the host was told nothing.
+// Relaxed: the reporter has seen these words, and its arrival precedes the last block's.
 DEVICE u64 rows_to_poison(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                           Verdict verdict) {
     if (verdict == kRefused || d.layout == kLayoutCached || d.no_wait != 0u) return d.capacity;
@@ -70,7 +70,7 @@ DEVICE u64 rows_to_poison(const CommParams& c, const CommShared& comm, const Dis
     return rows < d.capacity ? rows : d.capacity;
 }
 
-// Ends a dispatch, whatever happened.
+// Ends a dispatch, with any verdict.
 DEVICE void finish(const CommParams& c, CommShared& comm, const DispatchCommon& d,
                    Verdict verdict) {
     bool alone = leave(c, comm, verdict, true);  // PLANT(dispatch_handshake)

@@ -48,14 +48,14 @@ DEVICE void copy_row(const CommParams& c, const CommShared& comm, const Dispatch
 }
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
-    Deal deal = begin_deal(d.num_tokens);
-    u32 token = first_token(deal);
-    if (token == kNoToken) token = next_token(c, deal);
-    for (; token != kNoToken; token = next_token(c, deal)) {
-        Place place = place_of_lane(c, d, deal, token);
-        if (warp_ballot(place.slot != ~0u) == 0u) continue;
+    Schedule schedule = begin_schedule(d.num_tokens);
+    u32 token = first_token(schedule);
+    if (token == kNoToken) token = next_token(c, schedule);
+    for (; token != kNoToken; token = next_token(c, schedule)) {
+        LaneSlot lane_slot = find_slot(c, d, schedule, token);
+        if (warp_ballot(lane_slot.slot != ~0u) == 0u) continue;
         u32 row = ~0u;
-        if (!find_row(c, s.comm, d, s.route, deal, token, place, row)) break;
+        if (!find_row(c, s.comm, d, s.route, schedule, token, lane_slot, row)) break;
         send_metadata(c, s.comm, d, token, row);
         if (d.access_bytes == 16) {
             copy_row<16, 8>(c, s.comm, d, token, row);
@@ -70,11 +70,11 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
 
 KERNEL dispatch(const GRID_CONSTANT DispatchParams p) {
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(p.comm);
+    Snapshot snapshot = prefetch_state(p.comm);
     if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Ahead ahead = look_ahead(p.d);
-    Verdict verdict = enter(p.comm, s.comm, entry);
-    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, ahead, [] {});
+    Prefetched prefetched = prefetch_scan(p.d);
+    Verdict verdict = enter(p.comm, s.comm, snapshot);
+    if (verdict == kGo) verdict = route(p.comm, s.comm, p.d, s.route, prefetched, [] {});
     if (verdict == kGo) {
         report_counts(p.comm, s.comm, p.d);
         move_rows(p.comm, p.d, s);

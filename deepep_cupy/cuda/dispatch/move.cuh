@@ -10,38 +10,39 @@
 
 // ---- rows of a token ----
 
-// What is known of `token` at rank `lane` before it is moved.
-struct Place {
+// What is known of the copy of `token` for rank `lane` before the exchange is over.
+struct LaneSlot {
     u32 slot;    // slot_of_lane()
     u64 before;  // another block's token: that block's before_slot(), as far as it was written
 };
 
-DEVICE bool is_of_other_block(const DispatchCommon& d, const Deal& deal, u32 token) {
-    return d.layout != kLayoutCached && token / deal.share != block_index();
+DEVICE bool is_of_other_block(const DispatchCommon& d, const Schedule& schedule, u32 token) {
+    return d.layout != kLayoutCached && token / schedule.share != block_index();
 }
 
-DEVICE Place place_of_lane(const CommParams& c, const DispatchCommon& d, const Deal& deal,
+DEVICE LaneSlot find_slot(const CommParams& c, const DispatchCommon& d, const Schedule& schedule,
                            u32 token) {
-    Place place = {slot_of_lane(d, token), 0u};
-    if (lane_index() < kNumRanks && is_of_other_block(d, deal, token)) {
-        place.before = ld_relaxed_gpu_u64(before_slot(c, token / deal.share) + lane_index());
+    LaneSlot lane_slot = {slot_of_lane(d, token), 0u};
+    if (lane_index() < kNumRanks && is_of_other_block(d, schedule, token)) {
+        u32 block = token / schedule.share;
+        lane_slot.before = ld_relaxed_gpu_u64(before_slot(c, block) + lane_index());
     }
-    return place;
+    return lane_slot;
 }
 
 // The row at rank `lane`, absolute; completes send_row. Each entry is this lane's alone from here
 // on. All lanes call it; false after a wait that was given up.
 DEVICE bool find_row(const CommParams& c, CommShared& comm, const DispatchCommon& d,
-                     const RouteShared& s, const Deal& deal, u32 token, const Place& place,
-                     u32& row) {
-    row = place.slot;
+                     const RouteShared& s, const Schedule& schedule, u32 token,
+                     const LaneSlot& lane_slot, u32& row) {
+    row = lane_slot.slot;
     if (d.layout == kLayoutCached) return true;
     bool ok = true;
     if (row != ~0u) {
         u32 before = s.before[lane_index()];
-        if (is_of_other_block(d, deal, token)) {
-            u32 block = token / deal.share;
-            u64 word = place.before;
+        if (is_of_other_block(d, schedule, token)) {
+            u32 block = token / schedule.share;
+            u64 word = lane_slot.before;
             if (!is_stamped(word, comm.epoch)) {  // PLANT(lower_blocks_awaited)
                 Wait wait = {kPhasePartial, c.rank, stamped(comm.epoch, block)};
                 ok = wait_stamped(c, comm, before_slot(c, block) + lane_index(), wait, word);
@@ -142,7 +143,7 @@ DEVICE void send_choices(const CommParams& c, const CommShared& comm, const Disp
     }
 }
 
-// All of it.
+// All that travels beside a row.
 DEVICE void send_metadata(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                           u32 token, u32 row) {
     send_choices(c, comm, d, token, row);
@@ -159,10 +160,11 @@ DEVICE u32 received_rows(const CommParams& c, const CommShared& comm, const Disp
     return rows;
 }
 
-// Says "nothing" in the rows N.. that nobody fills, where the host does not learn N: -1 in
-// indices, weight 0. All blocks share the work, and none waits for anything but the headers, which
-// told N (a cached handle brings it along): every row a peer writes is below N, and whatever used
-// the block before ended in earlier kernels of this rank.
+// Marks the rows from N on, which nobody fills, where the host does not learn N: -1 in indices,
+// weight 0. All blocks share the work.
+//
+// No wait: the headers, which this block has, brought N (a cached handle has it): every row that a
+// peer writes is below N, and what used the memory before ended in earlier kernels of this rank.
 DEVICE void fill_tails(const CommParams& c, const CommShared& comm, const DispatchCommon& d) {
     if (d.no_wait == 0u) return;
     u8* own = own_region(c);

@@ -50,23 +50,23 @@ DEVICE Pieces cut_rows(u32 row_bytes, u32 unit, u32 most, u32 shift) {
 struct Cursor {
     u32 token;  // kNoToken: no more work
     u32 piece;
-    Place place;
+    LaneSlot lane_slot;
 };
 
 // Goes to a token, if it is sent anywhere.
-DEVICE bool go_to(u32 token, const Place& place, Cursor& cursor) {
-    cursor = {token, 0u, place};
-    return token != kNoToken && warp_ballot(place.slot != ~0u) != 0u;
+DEVICE bool go_to(u32 token, const LaneSlot& lane_slot, Cursor& cursor) {
+    cursor = {token, 0u, lane_slot};
+    return token != kNoToken && warp_ballot(lane_slot.slot != ~0u) != 0u;
 }
 
 // Goes to the next token that is sent anywhere; to kNoToken where there is none.
-DEVICE void seek(const CommParams& c, const DispatchCommon& d, Deal& deal, Cursor& cursor) {
+DEVICE void seek(const CommParams& c, const DispatchCommon& d, Schedule& schedule, Cursor& cursor) {
     u32 token;
-    Place place = {~0u, 0u};
+    LaneSlot lane_slot = {~0u, 0u};
     do {
-        token = next_token(c, deal);
-        if (token != kNoToken) place = place_of_lane(c, d, deal, token);
-    } while (!go_to(token, place, cursor) && token != kNoToken);
+        token = next_token(c, schedule);
+        if (token != kNoToken) lane_slot = find_slot(c, d, schedule, token);
+    } while (!go_to(token, lane_slot, cursor) && token != kNoToken);
 }
 
 DEVICE u32 piece_length(const Pieces& pieces, u32 piece) {
@@ -107,7 +107,7 @@ DEVICE void start_stores(const CommParams& c, const CommShared& comm, const Disp
 
 // What a warp keeps between the load it starts early and the loop that follows the handshake.
 struct WarpWork {
-    Deal deal;
+    Schedule schedule;
     Pieces pieces;
     Cursor next;  // the piece whose load is in flight
     bool begun;   // there is one
@@ -117,16 +117,16 @@ struct WarpWork {
 // blocks' slots are not to be read yet, so that the first token is one of this block's.
 template <class Shared>
 DEVICE WarpWork begin_work(const CommParams& c, const DispatchCommon& d, Shared& s,
-                           const Ahead& ahead, const Pieces& pieces) {
+                           const Prefetched& prefetched, const Pieces& pieces) {
     WarpWork work;
-    work.deal = begin_deal(d.num_tokens);
+    work.schedule = begin_schedule(d.num_tokens);
     work.pieces = pieces;
-    u32 token = first_token(work.deal);  // PLANT(first_token_of_own_share)
-    Place place = {ahead.slot, 0u};
+    u32 token = first_token(work.schedule);  // PLANT(first_token_of_own_share)
+    LaneSlot lane_slot = {prefetched.slot, 0u};
     if (d.layout != kLayoutCached && token != kNoToken) {
-        place = place_of_lane(c, d, work.deal, token);
+        lane_slot = find_slot(c, d, work.schedule, token);
     }
-    work.begun = go_to(token, place, work.next);
+    work.begun = go_to(token, lane_slot, work.next);
     if (work.begun && lane_index() == 0) {
         start_load(d, work.pieces, work.next, s.stage[warp_index()][0],
                    &s.loaded[warp_index()][0]);
@@ -142,7 +142,7 @@ DEVICE void load_next(const CommParams& c, const DispatchCommon& d, Shared& s, W
     if (work.next.piece + 1 < work.pieces.count) {
         ++work.next.piece;
     } else {
-        seek(c, d, work.deal, work.next);
+        seek(c, d, work.schedule, work.next);
     }
     if (work.next.token != kNoToken && lane_index() == 0) {
         bulk_wait_read<1>();  // PLANT(stage_read)
@@ -156,7 +156,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, c
                       WarpWork& work) {
     u32 warp = warp_index();
     if (!work.begun) {
-        seek(c, d, work.deal, work.next);
+        seek(c, d, work.schedule, work.next);
         if (work.next.token != kNoToken && lane_index() == 0) {
             start_load(d, work.pieces, work.next, s.stage[warp][0], &s.loaded[warp][0]);
         }
@@ -171,8 +171,7 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s, c
         u32 parity = turn / kStages & 1u;
         Cursor at = work.next;
         if (at.piece == 0) {
-            bool found = find_row(c, s.comm, d, s.route, work.deal, at.token, at.place, row);
-            if (!found) {
+            if (!find_row(c, s.comm, d, s.route, work.schedule, at.token, at.lane_slot, row)) {
                 wait_loaded(c, s.comm, loaded, parity);
                 break;
             }
@@ -198,7 +197,7 @@ template <class Rows>
 DEVICE void dispatch_by_bulk(const CommParams& c, const DispatchCommon& d, const Rows& rows) {
     using Shared = BulkShared<Rows::kStageBytes>;
     Shared& s = shared_memory<Shared>();
-    Entry entry = begin_enter(c);
+    Snapshot snapshot = prefetch_state(c);
     if (lane_index() == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(&s.loaded[warp_index()][stage], 1);
@@ -206,13 +205,13 @@ DEVICE void dispatch_by_bulk(const CommParams& c, const DispatchCommon& d, const
         fence_mbarrier_init();
     }
     if (fills_header()) fill_header(c, s.comm, d);
-    Ahead ahead = look_ahead(d);
-    Verdict verdict = enter(c, s.comm, entry);
+    Prefetched prefetched = prefetch_scan(d);
+    Verdict verdict = enter(c, s.comm, snapshot);
     if (verdict == kGo) {
         WarpWork work;
         work.begun = false;
-        verdict = route(c, s.comm, d, s.route, ahead,
-                        [&] { work = begin_work(c, d, s, ahead, rows.pieces()); });
+        verdict = route(c, s.comm, d, s.route, prefetched,
+                        [&] { work = begin_work(c, d, s, prefetched, rows.pieces()); });
         if (verdict == kGo) {
             report_counts(c, s.comm, d);
             move_rows(c, d, s, rows, work);

@@ -1,11 +1,11 @@
 #pragma once
-// From the caller's arrays to slots: where each token of a block goes, and as which of the block's
-// rows there.
+// The scan: from the caller's choices to slots. The slot of a token at a rank is the number of
+// earlier tokens of the same block that go there.
 //
-// A lane looks at one choice. The choices of a token have a power of two of lanes side by side, so
-// that a ballot of "mine is at rank r" holds a group of bits for each of the warp's tokens. A mask
-// of ranks is a choice of ranks. The code is kept short, loops rolled: a kernel that begins with
-// cold caches fetches each line of it from memory, which costs more than running it.
+// A lane reads one choice of a token. A token's choices have a power of two of lanes side by side,
+// so that a ballot of "mine is at rank r" holds a group of bits for each of the warp's tokens. A
+// mask of ranks is a choice of ranks. The code is kept short, its loops rolled: a kernel that begins
+// with cold caches fetches each line of it from memory, which costs more than running it.
 #include "common/access.cuh"
 #include "dispatch/schedule.cuh"
 
@@ -30,8 +30,8 @@ struct RouteShared {
 // are reported first.
 constexpr u32 kDuplicate = 0x80000000u;
 
-// How a warp's lanes are dealt to the choices of its tokens.
-struct Columns {
+// Which choice of which token each lane of a warp reads.
+struct LaneMap {
     u32 number;   // choices a token has
     u32 shift;    // log2 of the lanes a token has
     u32 leaders;  // the first lane of each token, a bit each
@@ -39,19 +39,19 @@ struct Columns {
     u32 leader;   // the first lane of this lane's token
 };
 
-DEVICE Columns columns_of(const DispatchCommon& d) {
-    Columns at = {d.layout == kLayoutMask ? kNumRanks : d.num_topk, 0u, 1u, 0u, 0u};
+DEVICE LaneMap map_lanes(const DispatchCommon& d) {
+    LaneMap map = {d.layout == kLayoutMask ? kNumRanks : d.num_topk, 0u, 1u, 0u, 0u};
     NO_UNROLL
-    while ((1u << at.shift) < at.number) ++at.shift;
+    while ((1u << map.shift) < map.number) ++map.shift;
     NO_UNROLL
-    for (u32 step = 1u << at.shift; step < 32u; step *= 2u) at.leaders |= at.leaders << step;
-    at.column = lane_index() & ((1u << at.shift) - 1u);
-    at.leader = lane_index() - at.column;
-    return at;
+    for (u32 step = 1u << map.shift; step < 32u; step *= 2u) map.leaders |= map.leaders << step;
+    map.column = lane_index() & ((1u << map.shift) - 1u);
+    map.leader = lane_index() - map.column;
+    return map;
 }
 
-// What send_row says of `token` and rank `lane`: a slot, with a cached handle a row; -1: not sent,
-// as in all lanes >= R.
+// The entry of send_row for `token` and rank `lane`: a slot, with a cached handle a row; -1 where
+// the token is not sent, and in all lanes >= R.
 DEVICE u32 slot_of_lane(const DispatchCommon& d, u32 token) {
     if (lane_index() >= kNumRanks) return ~0u;
     return ld_u32(d.send_row + static_cast<u64>(token) * kNumRanks + lane_index());
@@ -68,36 +68,36 @@ DEVICE i64 read_expert(const DispatchCommon& d, u64 position) {
 }
 
 // Whether another lane of this token has the same expert. All lanes call it.
-DEVICE bool is_named_twice(const Columns& at, u32 expert) {
+DEVICE bool is_named_twice(const LaneMap& map, u32 expert) {
     bool twice = false;
-    u32 lanes = 1u << at.shift;
+    u32 lanes = 1u << map.shift;
     // Half way round the token's lanes: every pair meets.
     NO_UNROLL
     for (u32 distance = 1; distance <= lanes / 2u; ++distance) {
-        u32 other = at.leader + ((at.column + distance) & (lanes - 1u));
+        u32 other = map.leader + ((map.column + distance) & (lanes - 1u));
         twice |= warp_shuffle(expert, other) == expert;
     }
     return twice;
 }
 
-// What a warp has seen of the choices of kScanDepth times as many tokens as it looks at at once.
-struct Look {
-    u32 sent;  // lane i * R + r: its tokens of look i that go to rank r, a bit at the leader of each
+// What a warp has found in kScanDepth steps, in each of which it reads tokens_at_once() tokens.
+struct Scan {
+    u32 sent;  // lane i * R + r: the tokens of step i that go to rank r, a bit at each one's leader
     u32 bad;   // lowest token with a bad choice that this lane has seen, or ~0
 };
-static_assert(kScanDepth * kNumRanks <= 32, "a lane for each rank and look");
+static_assert(kScanDepth * kNumRanks <= 32, "a lane for each rank and step");
 
 // The first of these tokens for this lane; the others follow in steps of tokens_at_once().
-DEVICE u32 tokens_at_once(const Columns& at) { return 32u >> at.shift; }
-DEVICE u32 first_of_lane(const Columns& at, u32 first) {
-    return first + warp_index() * kScanDepth * tokens_at_once(at) + (at.leader >> at.shift);
+DEVICE u32 tokens_at_once(const LaneMap& map) { return 32u >> map.shift; }
+DEVICE u32 first_of_lane(const LaneMap& map, u32 first) {
+    return first + warp_index() * kScanDepth * tokens_at_once(map) + (map.leader >> map.shift);
 }
 
-// One ballot for each rank, of look i. All lanes call it.
-DEVICE void vote(const DispatchCommon& d, const Columns& at, i64 choice, u32 token, u32 i,
-                 Look& seen) {
+// One ballot for each rank, for step i. All lanes call it.
+DEVICE void vote(const DispatchCommon& d, const LaneMap& map, i64 choice, u32 token, u32 i,
+                 Scan& seen) {
     bool mask = d.layout == kLayoutMask;
-    if (mask && choice == 0) choice = at.column;
+    if (mask && choice == 0) choice = map.column;
     i64 number = mask ? kNumRanks : d.num_experts;
     u32 per_rank = mask ? 1u : d.experts_per_rank;
     bool chosen = choice >= 0 && choice < number;
@@ -105,7 +105,7 @@ DEVICE void vote(const DispatchCommon& d, const Columns& at, i64 choice, u32 tok
 
     // No expert has the number that stands for "nothing".
     u32 expert = chosen ? static_cast<u32>(choice) : ~lane_index();
-    bool twice = is_named_twice(at, expert);
+    bool twice = is_named_twice(map, expert);
     if (twice && (token | kDuplicate) < seen.bad) seen.bad = token | kDuplicate;
 
     u32 owner = 0;
@@ -118,41 +118,41 @@ DEVICE void vote(const DispatchCommon& d, const Columns& at, i64 choice, u32 tok
     }
 }
 
-// Looks at the warp's part of the tokens from `first` on, all loads in flight together. Writes
+// Scans the warp's part of the tokens from `first` on, all loads in flight together. Writes
 // nothing, so that it may come before enter(). All lanes call it.
-DEVICE Look look(const DispatchCommon& d, const Columns& at, u32 first, u32 end) {
-    u32 token = first_of_lane(at, first);
+DEVICE Scan scan_tokens(const DispatchCommon& d, const LaneMap& map, u32 first, u32 end) {
+    u32 token = first_of_lane(map, first);
     bool mask = d.layout == kLayoutMask;
     u32 bytes = mask ? 1u : d.index_bytes;
     const u8* p = (mask ? d.is_token_in_rank : d.topk_idx) +
-                  (static_cast<u64>(token) * at.number + at.column) * bytes;
+                  (static_cast<u64>(token) * map.number + map.column) * bytes;
     i64 choice[kScanDepth];
     UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
-        u32 step = i * tokens_at_once(at);
+        u32 step = i * tokens_at_once(map);
         choice[i] = -1;
-        if (at.column < at.number && token + step < end) {
-            choice[i] = read_choice(p + static_cast<u64>(step) * at.number * bytes, bytes);
+        if (map.column < map.number && token + step < end) {
+            choice[i] = read_choice(p + static_cast<u64>(step) * map.number * bytes, bytes);
         }
     }
-    Look seen = {0u, ~0u};
+    Scan seen = {0u, ~0u};
     NO_UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
-        if (token - (at.leader >> at.shift) >= end) break;  // the same in all lanes
-        vote(d, at, choice[0], token, i, seen);
+        if (token - (map.leader >> map.shift) >= end) break;  // the same in all lanes
+        vote(d, map, choice[0], token, i, seen);
         UNROLL
         for (u32 j = 1; j < kScanDepth; ++j) choice[j - 1] = choice[j];
-        token += tokens_at_once(at);
+        token += tokens_at_once(map);
     }
     // Any choice of a token is a bit at its leader.
     NO_UNROLL
-    for (u32 step = (1u << at.shift) / 2u; step != 0u; step /= 2u) seen.sent |= seen.sent >> step;
-    seen.sent &= at.leaders;
+    for (u32 step = (1u << map.shift) / 2u; step != 0u; step /= 2u) seen.sent |= seen.sent >> step;
+    seen.sent &= map.leaders;
     return seen;
 }
 
-// Lane r: the rows for rank r of all looks of this warp. All lanes call it.
-DEVICE u32 rows_seen(const Look& seen) {
+// Lane r: the rows for rank r in all steps of this warp. All lanes call it.
+DEVICE u32 rows_seen(const Scan& seen) {
     u32 rows = 0;
     UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
@@ -163,54 +163,54 @@ DEVICE u32 rows_seen(const Look& seen) {
 
 // Writes the slots of the warp's tokens; lane r has the slot of the first one that goes to rank r.
 // All lanes call it.
-DEVICE void write_slots(const DispatchCommon& d, const Columns& at, const Look& seen, u32 slot,
+DEVICE void write_slots(const DispatchCommon& d, const LaneMap& map, const Scan& seen, u32 slot,
                         u32 token, u32 end) {
     NO_UNROLL
     for (u32 i = 0; i < kScanDepth; ++i) {
         NO_UNROLL
-        for (u32 first = 0; first < kNumRanks; first += 1u << at.shift) {
-            u32 rank = first + at.column;
+        for (u32 first = 0; first < kNumRanks; first += 1u << map.shift) {
+            u32 rank = first + map.column;
             u32 sent = warp_shuffle(seen.sent, (i * kNumRanks + rank) & 31u);
             u32 slot_there = warp_shuffle(slot, rank & 31u);
             if (rank >= kNumRanks || token >= end) continue;
-            bool goes = (sent >> at.leader & 1u) != 0u;
-            u32 earlier = count_bits(sent & ((1u << at.leader) - 1u));
+            bool goes = (sent >> map.leader & 1u) != 0u;
+            u32 earlier = count_bits(sent & ((1u << map.leader) - 1u));
             st_u32(d.send_row + static_cast<u64>(token) * kNumRanks + rank,
                    goes ? slot_there + earlier : ~0u);
         }
         slot += count_bits(warp_shuffle(seen.sent, (i * kNumRanks + lane_index()) & 31u));
-        token += tokens_at_once(at);
+        token += tokens_at_once(map);
     }
 }
 
-// What a block can know before it has entered the operation.
-struct Ahead {
-    Columns at;
-    Look seen;  // of the first tokens
+// What a block reads of the caller's arrays before it has entered the operation.
+struct Prefetched {
+    LaneMap map;
+    Scan seen;  // of the first tokens
     u32 slot;   // with a cached handle: of this warp's first token at rank `lane`
 };
-DEVICE Ahead look_ahead(const DispatchCommon& d) {
-    Ahead ahead = {};
+DEVICE Prefetched prefetch_scan(const DispatchCommon& d) {
+    Prefetched prefetched = {};
     if (d.layout == kLayoutCached) {
-        u32 token = first_token(begin_deal(d.num_tokens));
-        ahead.slot = ~0u;
-        if (token != kNoToken) ahead.slot = slot_of_lane(d, token);
-        return ahead;
+        u32 token = first_token(begin_schedule(d.num_tokens));
+        prefetched.slot = ~0u;
+        if (token != kNoToken) prefetched.slot = slot_of_lane(d, token);
+        return prefetched;
     }
     Range tokens = tokens_of_block(d.num_tokens, block_index());
-    ahead.at = columns_of(d);
-    ahead.seen = look(d, ahead.at, tokens.first, tokens.end);
-    return ahead;
+    prefetched.map = map_lanes(d);
+    prefetched.seen = scan_tokens(d, prefetched.map, tokens.first, tokens.end);
+    return prefetched;
 }
 
 // Writes the slot of each of the block's tokens into send_row, -1 where it is not sent. Returns
 // in lane r, of all warps, how many rows the block has for rank r. Ends with a block barrier.
-DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahead) {
+DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Prefetched& prefetched) {
     Range tokens = tokens_of_block(d.num_tokens, block_index());
-    const Columns& at = ahead.at;
-    Look seen = ahead.seen;
+    const LaneMap& map = prefetched.map;
+    Scan seen = prefetched.seen;
     u32 lane = lane_index() < kNumRanks ? lane_index() : 0u;
-    u32 chunk = kNumWarps * kScanDepth * tokens_at_once(at);
+    u32 chunk = kNumWarps * kScanDepth * tokens_at_once(map);
     u32 rows = 0;
     u32 turn = 0;
     for (u32 first = tokens.first; first < tokens.end; first += chunk) {
@@ -225,8 +225,8 @@ DEVICE u32 scan_block(const DispatchCommon& d, RouteShared& s, const Ahead& ahea
             rows += other;
             if (warp < warp_index()) slot += other;
         }
-        write_slots(d, at, seen, slot, first_of_lane(at, first), tokens.end);
-        if (first + chunk < tokens.end) seen = look(d, at, first + chunk, tokens.end);
+        write_slots(d, map, seen, slot, first_of_lane(map, first), tokens.end);
+        if (first + chunk < tokens.end) seen = scan_tokens(d, map, first + chunk, tokens.end);
         turn ^= 1u;
     }
     block_barrier();

@@ -8,7 +8,7 @@ capacity, R * M tokens or ``num_worst_tokens``)::
 
 The words are the handle's (``routing.Addresses``), and written by this rank alone. Handles may
 outlive all else that came with them, which is why they have a block of their own. A cached call
-has no handle block and no indices. ``dispatch/deliver.cuh`` knows where the scales begin.
+has no handle block and no indices. ``dispatch/move.cuh`` knows where the scales begin.
 """
 
 from __future__ import annotations

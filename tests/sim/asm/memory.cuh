@@ -43,9 +43,6 @@ DEVICE void st_relaxed_gpu_u64(u64* p, u64 v, sim::Where where = SIM_HERE) {
 DEVICE void st_release_gpu_u64(u64* p, u64 v, sim::Where where = SIM_HERE) {
     sim::store(p, 8, v, kRelease, kGpu, where);
 }
-DEVICE void st_relaxed_sys_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
-    sim::store(p, 4, v, kRelaxed, kSys, where);
-}
 DEVICE void st_relaxed_sys_u64(u64* p, u64 v, sim::Where where = SIM_HERE) {
     sim::store(p, 8, v, kRelaxed, kSys, where);
 }
@@ -129,12 +126,6 @@ DEVICE u8 ld_relaxed_sys_u8(const u8* p, sim::Where where = SIM_HERE) {
 }
 DEVICE u16 ld_relaxed_sys_u16(const u16* p, sim::Where where = SIM_HERE) {
     return static_cast<u16>(sim::load(p, 2, kRelaxed, kSys, kAllocate, where));
-}
-DEVICE u8 ld_nc_no_allocate_u8(const u8* p, sim::Where where = SIM_HERE) {
-    return static_cast<u8>(sim::load(p, 1, kWeak, kNone, kReadOnly, where));
-}
-DEVICE u16 ld_nc_no_allocate_u16(const u16* p, sim::Where where = SIM_HERE) {
-    return static_cast<u16>(sim::load(p, 2, kWeak, kNone, kReadOnly, where));
 }
 DEVICE u32 ld_nc_no_allocate_u32(const u32* p, sim::Where where = SIM_HERE) {
     return static_cast<u32>(sim::load(p, 4, kWeak, kNone, kReadOnly, where));

@@ -40,9 +40,6 @@ DEVICE void poll_pause(sim::Where where = SIM_HERE) { sim::poll_pause(where); }
 DEVICE u32 shared_add(u32* counter, u32 value, sim::Where where = SIM_HERE) {
     return sim::shared_rmw(counter, value, 0, where);
 }
-DEVICE u32 shared_or(u32* word, u32 bits, sim::Where where = SIM_HERE) {
-    return sim::shared_rmw(word, bits, 1, where);
-}
 DEVICE u32 shared_min(u32* word, u32 value, sim::Where where = SIM_HERE) {
     return sim::shared_rmw(word, value, 2, where);
 }
