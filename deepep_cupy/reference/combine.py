@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from deepep_cupy.reference.layout import Handle
 
-__all__ = ["CombineResult", "combine"]
+__all__ = ["ADDABLE", "CombineResult", "combine"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -28,6 +28,8 @@ _ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
        for kind in ("int", "uint") for n in (1, 2, 4, 8)},
 }  # fmt: skip
 """Row dtype → the type its sum is kept in. No other dtype can be combined."""
+ADDABLE = tuple(dtype.name for dtype in _ACCUMULATOR)
+"""Names of the row dtypes that combine takes."""
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements summed at a time: small enough for the cache. No effect on the result."""

@@ -1,7 +1,9 @@
-"""The table of cases that every engine is held to, per number of ranks.
+"""The cases that every engine is held to, per number of ranks.
 
-About sixty rows for each number of ranks in which every pair of settings meets (``pairwise``),
-and a few fixed rows: the shapes of real models, and those that users' bug reports came with.
+Two pairwise tables, in each of which every pair of settings meets (``pairwise``): the plain calls,
+with all dtypes, sizes and kinds of routing, and the modes: FP8, no wait, the expanded layout,
+statistics, ``out`` and events. Beside them stand fixed cases: the shapes of real models, and those
+that users' bug reports came with.
 """
 
 from __future__ import annotations
@@ -11,25 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from deepep_cupy.testing.pairwise import Row, covering_rows
+from deepep_cupy.reference.combine import ADDABLE
+from deepep_cupy.testing.pairwise import Pair, Row, covering_rows
 
-__all__ = ["ADDABLE", "Case", "cases", "mode_cases", "mode_table", "sequence", "table"]
+__all__ = ["Case", "cases", "mode_cases", "mode_table", "sequence", "table"]
 
-ADDABLE = (
-    *("bfloat16", "float16", "float32", "float64"),
-    *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-)
-"""Row dtypes that combine takes."""
-
-_MAX_CASE_BYTES = 36 << 20
-"""Bytes of x on all ranks together that a row of the pairwise table may have."""
-_FAIR_CASE_BYTES = 10 << 20
-"""Above this a row of the table takes the smallest values that its levels stand for."""
+Levels: TypeAlias = tuple[tuple[Any, ...], ...]
+"""Per level of a factor the values it stands for."""
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -170,67 +165,101 @@ class Case:
         return self.fp8 in ("quantize", "round", "ue8m0")
 
 
-# Factors of the table: per factor its levels, per level the values it stands for. The values of
-# a level take turns from row to row; the pairs are pairs of levels. What leaves nothing to move
-# (no tokens, no choices) is no level: a pair that meets only there would not be tested.
-_DTYPES = (
-    ("bfloat16",),
-    ("float16",),
-    ("float32",),
-    ("float64",),
-    ("int8", "uint8", "int16", "uint16"),
-    ("int32", "int64", "uint64", "uint32"),
-    ("V7", "V5", "V13"),
-    ("float8_e4m3fn", "float8_e5m2"),
-)
-_SHARED: dict[str, tuple[tuple[Any, ...], ...]] = {
-    "dtype": _DTYPES,
+# ----------------------------------------------------------------------------------- the factors
+#
+# Per factor its levels, per level the values it stands for. The values of a level take turns from
+# row to row; the pairs are pairs of levels. What leaves nothing to move (no tokens, no choices) is
+# no level: a pair that meets only there would not be tested.
+
+_CAN_BE_CAST = ("bfloat16", "float16", "float32")
+_ONE_BYTE = ("float8_e4m3fn", "uint8", "float8_e5m2")
+_GIVEN, _CAST = ("scales", "packed"), ("quantize", "round", "ue8m0")
+
+_BOTH: dict[str, Levels] = {
     "layout": (("topk",), ("mask",), ("cached",), ("cached_mask",)),
     "index_dtype": (("int64",), ("int32",), (None,)),
     "weights": ((True,), (False,)),
+}
+"""Factors of both tables, for any number of ranks."""
+_PLAIN: dict[str, Levels] = _BOTH | {
+    "dtype": (
+        ("bfloat16",),
+        ("float16",),
+        ("float32",),
+        ("float64",),
+        ("int8", "uint8", "int16", "uint16"),
+        ("int32", "int64", "uint64", "uint32"),
+        ("V7", "V5", "V13"),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ),
     "num_biases": ((0,), (1,), (2,)),
     "routing": (("random",), ("half",), ("one",), ("skewed",)),
 }
-_ROW_TOKENS = (5, 64, 0, 300, 17, 129, 1, 33)
-_FEW_TOKENS = (2, 5, 0, 9, 1, 7, 3, 4)
+_MODES: dict[str, Levels] = _BOTH | {
+    "dtype": (*((dtype,) for dtype in _CAN_BE_CAST), _ONE_BYTE, ("int32", "float64", "int16")),
+    "num_biases": ((0,), (1, 2)),
+    "routing": (("random",), ("half",), ("one", "skewed")),
+    "fp8": (("",), *((kind,) for kind in (*_GIVEN, *_CAST))),
+    "scales_layout": (("row",), ("column",)),
+    "wait": (("host",), ("worst",), ("tight",)),
+    "expand": ((False,), (True,)),
+    "zero_padding": ((False,), (True,)),
+    "reduce": (("exact",), ("per_rank",)),
+    "row_weights": ((False,), (True,)),
+    "stats": ((False,), (True,)),
+    "out": ((False,), (True,)),
+    "background": ((False,), (True,)),
+}
 
 
-def _factors(num_ranks: int, small: bool) -> dict[str, tuple[tuple[Any, ...], ...]]:
-    def one_big(big: int) -> tuple[tuple[int, ...], ...]:
-        others = ((1, 3, 2, 0, 5, 4, 7) if small else (1, 127, 3, 0, 128, 31, 2))[: num_ranks - 1]
-        return tuple((*others[:at], big, *others[at:]) for at in range(num_ranks))
+def _alternate(num_ranks: int, *tokens: int) -> tuple[int, ...]:
+    """T of each rank: these numbers in turn."""
+    return (tokens * num_ranks)[:num_ranks]
 
-    def ramp(tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple((*tokens[at:], *tokens[:at])[:num_ranks] for at in range(8))
 
-    def alternate(*tokens: int) -> tuple[int, ...]:
-        return (tokens * num_ranks)[:num_ranks]
+def _ramps(num_ranks: int, count: int, *tokens: int) -> tuple[tuple[int, ...], ...]:
+    """T of each rank: these numbers in turn, from each of the first ``count`` on."""
+    return tuple(_alternate(num_ranks, *tokens[at:], *tokens[:at]) for at in range(count))
 
-    def experts(*numbers: int) -> tuple[tuple[int | None, ...], ...]:
-        rounded = sorted({-(-number // num_ranks) * num_ranks for number in numbers})
-        return (*((number,) for number in rounded), (None,))
 
+def _one_big(num_ranks: int, big: int, *others: int) -> tuple[tuple[int, ...], ...]:
+    """T of each rank: one has many, each rank once."""
+    others = others[: num_ranks - 1]
+    return tuple((*others[:at], big, *others[at:]) for at in range(num_ranks))
+
+
+def _round_up(number: int, num_ranks: int) -> int:
+    return -(-number // num_ranks) * num_ranks
+
+
+def _experts(num_ranks: int, *numbers: int) -> Levels:
+    """E, multiples of R, and ``None`` for masks."""
+    return (*((each,) for each in sorted({_round_up(n, num_ranks) for n in numbers})), (None,))
+
+
+def _plain_factors(num_ranks: int, small: bool) -> dict[str, Levels]:
+    alternate = functools.partial(_alternate, num_ranks)
     if small:
-        return _SHARED | {
+        return _PLAIN | {
             "num_tokens": (
                 (alternate(0, 8) if num_ranks > 1 else (2,), alternate(6, 0)),
                 (alternate(1), alternate(3)),
-                ramp(_FEW_TOKENS),
-                one_big(21),
+                _ramps(num_ranks, 8, 2, 5, 0, 9, 1, 7, 3, 4),
+                _one_big(num_ranks, 21, 1, 3, 2, 0, 5, 4, 7),
             ),
             "hidden": ((1, 3), (8, 16), (33, 40), (64, 72)),
-            "num_experts": experts(1, 2 * num_ranks, 64),
+            "num_experts": _experts(num_ranks, 1, 2 * num_ranks, 64),
             "num_topk": ((1,), (3,), (8,), (32,), (0,)),
             "expert_alignment": ((1,), (8,)),
         }
-    return _SHARED | {
+    return _PLAIN | {
         "num_tokens": (
             (alternate(0, 128) if num_ranks > 1 else (2,),),
             (alternate(128, 0),),
             (alternate(1), alternate(3), alternate(127)),
-            ramp(_ROW_TOKENS),
-            one_big(4095),
-            one_big(4097),
+            _ramps(num_ranks, 8, 5, 64, 0, 300, 17, 129, 1, 33),
+            _one_big(num_ranks, 4095, 1, 127, 3, 0, 128, 31, 2),
+            _one_big(num_ranks, 4097, 1, 127, 3, 0, 128, 31, 2),
         ),
         "hidden": (
             (33, 1, 3, 1001),
@@ -240,109 +269,247 @@ def _factors(num_ranks: int, small: bool) -> dict[str, tuple[tuple[Any, ...], ..
             (5120, 6144, 7168),
             (8192, 16384),
         ),
-        "num_experts": experts(1, 64, 160, 256, 1024),
+        "num_experts": _experts(num_ranks, 1, 64, 160, 256, 1024),
         "num_topk": ((1,), (6, 8), (9, 16), (32,), (0,)),
         "expert_alignment": ((1,), (8,), (128,)),
     }
 
 
-def _itemsize(dtype: str) -> int:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+def _mode_factors(num_ranks: int, small: bool) -> dict[str, Levels]:
+    alternate = functools.partial(_alternate, num_ranks)
+    if small:
+        return _MODES | {
+            "num_tokens": (
+                (alternate(0, 8), alternate(8, 0)),
+                (alternate(1, 3),),
+                _ramps(num_ranks, 3, 5, 2, 0),
+            ),
+            "hidden": ((1, 40), (128,), (130, 384)),
+            "num_experts": _experts(num_ranks, 1, 4 * num_ranks),
+            "num_topk": ((1,), (3, 6), (0,)),
+            "expert_alignment": ((1,), (4, 3)),
+        }
+    return _MODES | {
+        "num_tokens": (
+            (alternate(0, 128), alternate(128, 0)),
+            (alternate(1), alternate(3), alternate(127)),
+            _ramps(num_ranks, 3, 64, 5, 0, 17, 129, 33),
+        ),
+        "hidden": ((33, 200), (128, 384), (640, 1000, 2688), (7168, 2048, 16384)),
+        "num_experts": _experts(num_ranks, 1, 64, 256),
+        "num_topk": ((1,), (6, 8), (32, 9), (0,)),
+        "expert_alignment": ((1,), (8, 3), (128,)),
+    }
 
 
-def _case_bytes(num_tokens: tuple[int, ...], hidden: int, dtype: str) -> int:
-    return sum(num_tokens) * hidden * _itemsize(dtype)
+# ------------------------------------------------------------------------------------- the rules
+
+_DTYPES_OF_FP8 = {
+    "": (*_CAN_BE_CAST, "int32"),
+    **dict.fromkeys(_CAST, _CAN_BE_CAST),
+    **dict.fromkeys(_GIVEN, _ONE_BYTE[:1]),
+}
+"""FP8 mode → the first dtypes of the levels that it can have, in a table that has FP8 modes."""
+_EXPANDED = ("expand", "zero_padding", "row_weights")
+"""Settings that mean something in the expanded layout alone."""
 
 
 class _Rules:
-    """What may stand in one row."""
+    """What may stand in one row of a table. A setting says what it implies for those still open,
+    so that a part of a row that cannot be completed is refused at once.
 
-    def __init__(self, factors: Mapping[str, tuple[tuple[Any, ...], ...]]) -> None:
-        self._factors = factors
-        self._least = {
-            "num_tokens": [min(map(sum, level)) for level in factors["num_tokens"]],
-            "hidden": [min(level) for level in factors["hidden"]],
-            "dtype": [min(map(_itemsize, level)) for level in factors["dtype"]],
+    Args:
+        factors: Of the table.
+        max_bytes: The most that ``least_bytes`` of a row may be.
+        tokens: T of all ranks → the number of tokens that counts for its bytes.
+        bytes_per_pair: So many bytes cost as much as one newly covered pair is worth.
+    """
+
+    def __init__(
+        self,
+        factors: Mapping[str, Levels],
+        *,
+        max_bytes: int,
+        tokens: Callable[[tuple[int, ...]], int],
+        bytes_per_pair: int,
+    ) -> None:
+        self._first = {name: [level[0] for level in levels] for name, levels in factors.items()}
+        self._max_bytes, self._bytes_per_pair = max_bytes, bytes_per_pair
+        measures: dict[str, Callable[[Any], int]] = {
+            "num_tokens": tokens,
+            "hidden": int,
+            "dtype": _itemsize,
         }
+        self._least = {name: _least(factors[name], each) for name, each in measures.items()}
+        self._least_topk = _least(factors["num_topk"], lambda topk: max(1, topk))
 
     def allowed(self, row: Mapping[str, int]) -> bool:
-        """Masks have no choices, FP8 and opaque rows no biases, and nothing is huge."""
-        value = {name: self._factors[name][level][0] for name, level in row.items()}
+        """Whether the contract allows these settings together, and nothing is huge."""
+        value = {name: self._first[name][level] for name, level in row.items()}
+        return (
+            self._layout_fits(value)
+            and self._routing_fits(value)
+            and self._rows_fit(value)
+            and self.least_bytes(row) <= self._max_bytes
+        )
+
+    def _layout_fits(self, value: Mapping[str, Any]) -> bool:
+        return bool(value.get("expand", True)) or not _is_expanded(value)
+
+    def _routing_fits(self, value: Mapping[str, Any]) -> bool:
+        """Masks have no choices and what belongs to them; statistics belong to fresh calls."""
         is_mask = set()  # what each setting says about the routing; they must agree
         if "layout" in value:
             is_mask.add(value["layout"] in ("mask", "cached_mask"))
         for name, none in (("num_topk", 0), ("num_experts", None), ("index_dtype", None)):
             if name in value:
                 is_mask.add(value[name] == none)
-        if value.get("weights", False) or value.get("expert_alignment", 1) > 1:
+        stats = value.get("stats", False)
+        if (
+            stats
+            or value.get("weights", False)
+            or value.get("expert_alignment", 1) > 1
+            or _is_expanded(value)
+        ):
             is_mask.add(False)
-        if len(is_mask) > 1:
-            return False
-        if value.get("dtype", "int8") not in ADDABLE and value.get("num_biases", 0) > 0:
-            return False
-        return self.smallest_bytes(row) <= _MAX_CASE_BYTES
+        return len(is_mask) <= 1 and not (stats and value.get("layout", "topk") != "topk")
 
-    def smallest_bytes(self, row: Mapping[str, int]) -> int:
-        """Bytes of x with the smallest values that the levels stand for; 0 while any is open."""
-        if not self._least.keys() <= row.keys():
-            return 0
-        return math.prod(least[row[name]] for name, least in self._least.items())
+    def _rows_fit(self, value: Mapping[str, Any]) -> bool:
+        """FP8 modes have their dtypes, scales their layout; what cannot be added has no biases."""
+        dtype, fp8 = value.get("dtype"), value.get("fp8")
+        if "fp8" not in self._first:
+            return dtype is None or dtype in ADDABLE or not value.get("num_biases", 0)
+        if dtype is not None and fp8 is not None and dtype not in _DTYPES_OF_FP8[fp8]:
+            return False
+        if value.get("scales_layout") == "column" and (fp8 == "" or dtype == "int32"):
+            return False
+        return not (dtype == "int32" and value.get("row_weights", False))
+
+    def least_bytes(self, row: Mapping[str, int]) -> int:
+        """Bytes of rows with the smallest values of the levels, and of all levels where a factor
+        is open; in the expanded layout every choice is a row."""
+        size = math.prod(least[row.get(name)] for name, least in self._least.items())
+        value = {name: self._first[name][level] for name, level in row.items()}
+        return size * self._least_topk[row.get("num_topk")] if _is_expanded(value) else size
 
     def cost(self, row: Mapping[str, int]) -> float:
-        """Two MiB of rows weigh as much as one new pair."""
-        return self.smallest_bytes(row) / (2 << 20)
+        """What a whole row costs, in pairs."""
+        return self.least_bytes(row) / self._bytes_per_pair
 
 
-@functools.lru_cache(maxsize=32)
-def table(
-    num_ranks: int, small: bool = False
-) -> tuple[list[tuple[Row, Case]], dict[str, tuple[tuple[Any, ...], ...]], set[Any]]:
-    """Build the pairwise table.
+def _is_expanded(value: Mapping[str, Any]) -> bool:
+    """Whether some setting needs the expanded layout."""
+    return value.get("reduce") == "per_rank" or True in map(value.get, _EXPANDED)
 
-    Returns:
-        Per row its levels and its case; the factors; the pairs of levels that cannot meet.
-    """
-    factors = _factors(num_ranks, small)
-    rules = _Rules(factors)
+
+def _itemsize(dtype: str) -> int:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def _least(levels: Levels, measure: Callable[[Any], int]) -> dict[int | None, int]:
+    """The smallest measure of each level; under ``None``, of all."""
+    of_level: dict[int | None, int] = {
+        level: min(map(measure, values)) for level, values in enumerate(levels)
+    }
+    return of_level | {None: min(of_level.values())}
+
+
+# ------------------------------------------------------------------------------------ the tables
+
+Table: TypeAlias = tuple[list[tuple[Row, Case]], dict[str, Levels], set[Pair]]
+"""Per row its levels and its case; the factors; the pairs of levels that cannot meet."""
+
+Choose: TypeAlias = Callable[[Row, Mapping[str, Levels], "Counter[tuple[str, Any]]"], Case]
+"""Makes the case of a row, given the factors and how often each value has been used."""
+
+_MAX_SENT = 36 << 20
+"""Bytes of x on all ranks together that a row of the plain table may have."""
+_FAIR_SENT = 10 << 20
+"""Above this a row of the plain table takes the smallest values that its levels stand for."""
+_MAX_RECEIVED = 24 << 20
+"""Bytes of the largest array that a row of the modes' table may receive on one rank."""
+
+
+def _build(num_ranks: int, factors: dict[str, Levels], rules: _Rules, choose: Choose) -> Table:
     levels = {name: len(values) for name, values in factors.items()}
     rows, impossible = covering_rows(levels, rules.allowed, rules.cost, seed=num_ranks)
     used: Counter[tuple[str, Any]] = Counter()
-    return [(row, _concrete(num_ranks, row, factors, used)) for row in rows], factors, impossible
+    return [(row, choose(row, factors, used)) for row in rows], factors, impossible
 
 
-def _concrete(
-    num_ranks: int,
-    row: Row,
-    factors: Mapping[str, tuple[tuple[Any, ...], ...]],
-    used: Counter[tuple[str, Any]],
+@functools.lru_cache(maxsize=32)
+def table(num_ranks: int, small: bool = False) -> Table:
+    """Build the pairwise table of the plain calls."""
+    factors = _plain_factors(num_ranks, small)
+    rules = _Rules(factors, max_bytes=_MAX_SENT, tokens=sum, bytes_per_pair=2 << 20)
+    return _build(num_ranks, factors, rules, functools.partial(_plain_case, num_ranks))
+
+
+@functools.lru_cache(maxsize=32)
+def mode_table(num_ranks: int, small: bool = False) -> Table:
+    """Build the pairwise table of the modes."""
+    factors = _mode_factors(num_ranks, small)
+
+    def most_received(num_tokens: tuple[int, ...]) -> int:
+        return num_ranks * max(num_tokens)
+
+    rules = _Rules(factors, max_bytes=_MAX_RECEIVED, tokens=most_received, bytes_per_pair=1 << 20)
+    return _build(num_ranks, factors, rules, functools.partial(_mode_case, num_ranks))
+
+
+def _plain_case(
+    num_ranks: int, row: Row, factors: Mapping[str, Levels], used: Counter[tuple[str, Any]]
 ) -> Case:
     """Give each level the value it has used least among those that leave the case small."""
     values = {name: factors[name][level][0] for name, level in row.items()}
 
     def size_with(name: str, option: Any) -> int:
         chosen = values | {name: option}
-        return _case_bytes(chosen["num_tokens"], chosen["hidden"], chosen["dtype"])
+        return int(sum(chosen["num_tokens"]) * chosen["hidden"] * _itemsize(chosen["dtype"]))
 
     for name, level in row.items():
         options = factors[name][level]
-        fair = [option for option in options if size_with(name, option) <= _FAIR_CASE_BYTES]
+        fair = [option for option in options if size_with(name, option) <= _FAIR_SENT]
         smallest = min(options, key=lambda option: size_with(name, option))
         values[name] = min(fair or [smallest], key=lambda option: used[name, option])
         used[name, values[name]] += 1
     return Case(num_ranks=num_ranks, **values)
 
 
+def _mode_case(
+    num_ranks: int, row: Row, factors: Mapping[str, Levels], used: Counter[tuple[str, Any]]
+) -> Case:
+    """Give each level the value it has used least; the smallest ones where the case is large."""
+    values = {}
+    for name, level in row.items():
+        values[name] = min(factors[name][level], key=lambda option: used[name, option])
+        used[name, values[name]] += 1
+    case = Case(num_ranks=num_ranks, **values)
+    copies = case.num_topk if case.expand else 1
+    if num_ranks * case.num_max_tokens * copies * case.row_bytes <= 2 * _MAX_RECEIVED:
+        return case
+    return replace(
+        case,
+        hidden=min(factors["hidden"][row["hidden"]]),
+        num_topk=min(factors["num_topk"][row["num_topk"]]),
+        num_tokens=min(factors["num_tokens"][row["num_tokens"]], key=max),
+    )
+
+
+# ------------------------------------------------------------------------------- the fixed cases
+
+
 def sequence(num_ranks: int) -> list[Case]:
     """Cases that fit one Buffer, to be run on it in this order: sizes that jump up and down."""
     few, many = (8, 512), (512, 8)
-    experts = -(-64 // num_ranks) * num_ranks
+    experts = _round_up(64, num_ranks)
     return [
         Case(num_ranks, (tokens * num_ranks)[:num_ranks], 200, experts, 8, "bfloat16")
         for tokens in (few, many, (4096, *[1] * (num_ranks - 1)))
     ]
 
 
-def _empty(num_ranks: int, small: bool) -> list[Case]:
+def _nothing_to_send(num_ranks: int, small: bool) -> list[Case]:
     """Nothing to send at all, and tokens that go nowhere, from every kind of routing."""
     hidden, some = (8, 5) if small else (1000, 127)
     choices: dict[str, Any] = {"num_experts": 2 * num_ranks, "num_topk": 3}
@@ -367,23 +534,20 @@ def _empty(num_ranks: int, small: bool) -> list[Case]:
     ]  # fmt: skip
 
 
-def _large(num_ranks: int) -> list[Case]:
+def _models(num_ranks: int) -> list[Case]:
     """Shapes of models: equal odd numbers of tokens, and rows of 7168 bfloat16."""
-
-    def experts(number: int) -> int:
-        return -(-number // num_ranks) * num_ranks
 
     equal = functools.partial(Case, num_ranks, dtype="bfloat16", num_topk=8)
     return [
-        equal((4095,) * num_ranks, 64, experts(64)),
-        equal((4097,) * num_ranks, 64, experts(160), index_dtype="int32"),
-        equal((128,) * num_ranks, 7168, experts(256), routing="skewed", num_biases=2),
+        equal((4095,) * num_ranks, 64, _round_up(64, num_ranks)),
+        equal((4097,) * num_ranks, 64, _round_up(160, num_ranks), index_dtype="int32"),
+        equal((128,) * num_ranks, 7168, _round_up(256, num_ranks), routing="skewed", num_biases=2),
         # One prefill batch, whole; the other ranks send one token and receive.
         Case(
             num_ranks,
             (*[1] * (num_ranks - 1), 4097),
             7168,
-            experts(256),
+            _round_up(256, num_ranks),
             num_topk=2,
             dtype="bfloat16",
             num_biases=1,
@@ -391,214 +555,7 @@ def _large(num_ranks: int) -> list[Case]:
     ]
 
 
-@functools.lru_cache(maxsize=32)
-def _cases(num_ranks: int, small: bool) -> tuple[Case, ...]:
-    chosen = [case for _, case in table(num_ranks, small)[0]]
-    chosen += _empty(num_ranks, small)
-    if not small:
-        chosen += sequence(num_ranks) + _large(num_ranks)
-    return tuple(dict.fromkeys(chosen))
-
-
-def cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
-    """The cases for ``num_ranks`` ranks, 1 to 8; the same on every rank and in every run.
-
-    Args:
-        num_ranks: R.
-        small: A few tokens of a few elements with the same pairs: for a simulator.
-    """
-    if not 1 <= num_ranks <= 8:
-        raise ValueError(f"cases(): num_ranks must be 1 to 8, got {num_ranks}")
-    return _cases(num_ranks, small)
-
-
-# ---------------- The table of cases for the modes: FP8, no wait, the expanded layout, events and
-
-
-Levels = tuple[tuple[Any, ...], ...]
-
-_MAX_BYTES = 24 << 20
-"""Bytes of the largest array that a row of the table may receive on one rank."""
-_FLOATS = ("bfloat16", "float16", "float32")
-_BYTES = ("float8_e4m3fn", "uint8", "float8_e5m2")
-_GIVEN, _CAST = ("scales", "packed"), ("quantize", "round", "ue8m0")
-_MODE_SHARED: dict[str, Levels] = {
-    "dtype": (*((dtype,) for dtype in _FLOATS), _BYTES, ("int32", "float64", "int16")),
-    "fp8": (("",), *((kind,) for kind in (*_GIVEN, *_CAST))),
-    "scales_layout": (("row",), ("column",)),
-    "layout": (("topk",), ("mask",), ("cached",), ("cached_mask",)),
-    "index_dtype": (("int64",), ("int32",), (None,)),
-    "wait": (("host",), ("worst",), ("tight",)),
-    "expand": ((False,), (True,)),
-    "zero_padding": ((False,), (True,)),
-    "reduce": (("exact",), ("per_rank",)),
-    "row_weights": ((False,), (True,)),
-    "weights": ((True,), (False,)),
-    "num_biases": ((0,), (1, 2)),
-    "stats": ((False,), (True,)),
-    "out": ((False,), (True,)),
-    "background": ((False,), (True,)),
-    "routing": (("random",), ("half",), ("one", "skewed")),
-}
-
-
-def _mode_factors(num_ranks: int, small: bool) -> dict[str, Levels]:
-    def alternate(*tokens: int) -> tuple[int, ...]:
-        return (tokens * num_ranks)[:num_ranks]
-
-    def ramp(*tokens: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(((*tokens[at:], *tokens[:at]) * num_ranks)[:num_ranks] for at in range(3))
-
-    def experts(*numbers: int) -> Levels:
-        rounded = sorted({-(-number // num_ranks) * num_ranks for number in numbers})
-        return (*((number,) for number in rounded), (None,))
-
-    if small:
-        return _MODE_SHARED | {
-            "num_tokens": ((alternate(0, 8), alternate(8, 0)), (alternate(1, 3),), ramp(5, 2, 0)),
-            "hidden": ((1, 40), (128,), (130, 384)),
-            "num_experts": experts(1, 4 * num_ranks),
-            "num_topk": ((1,), (3, 6), (0,)),
-            "expert_alignment": ((1,), (4, 3)),
-        }
-    return _MODE_SHARED | {
-        "num_tokens": (
-            (alternate(0, 128), alternate(128, 0)),
-            (alternate(1), alternate(3), alternate(127)),
-            ramp(64, 5, 0, 17, 129, 33),
-        ),
-        "hidden": ((33, 200), (128, 384), (640, 1000, 2688), (7168, 2048, 16384)),
-        "num_experts": experts(1, 64, 256),
-        "num_topk": ((1,), (6, 8), (32, 9), (0,)),
-        "expert_alignment": ((1,), (8, 3), (128,)),
-    }
-
-
-_FITTING = {
-    "": (*_FLOATS, "int32"),
-    **dict.fromkeys(_CAST, _FLOATS),
-    **dict.fromkeys(_GIVEN, _BYTES[:1]),
-}
-"""FP8 mode → the first dtypes of the levels that it can have."""
-_EXPANDED = ("expand", "zero_padding", "row_weights")
-"""Settings that mean something in the expanded layout alone."""
-
-
-class _ModeRules:
-    """What may stand in one row. A part of a row that cannot be completed is refused at once:
-    settings say what they imply for those still open."""
-
-    def __init__(self, factors: Mapping[str, Levels], num_ranks: int) -> None:
-        self._first = {name: [level[0] for level in levels] for name, levels in factors.items()}
-        self._num_ranks = num_ranks
-        measures: dict[str, Callable[[Any], int]] = {
-            "num_topk": lambda k: max(1, k),
-            "num_tokens": max,
-            "hidden": int,
-            "dtype": _itemsize,
-        }
-        self._least = {name: _least(factors[name], each) for name, each in measures.items()}
-
-    def allowed(self, row: Mapping[str, int]) -> bool:
-        """What the contract allows together, and nothing huge."""
-        first = self._first
-        value = {name: first[name][level] for name, level in row.items()}
-        expanded = value.get("reduce") == "per_rank" or True in map(value.get, _EXPANDED)
-        if expanded and not value.get("expand", True):
-            return False
-        return (
-            self._routing_fits(value, expanded)
-            and self._rows_fit(value)
-            and self.worst_bytes(row, expanded) <= _MAX_BYTES
-        )
-
-    def _routing_fits(self, value: Mapping[str, Any], expanded: bool) -> bool:
-        is_mask = set()  # what each setting says about the routing; they must agree
-        if "layout" in value:
-            is_mask.add(value["layout"] in ("mask", "cached_mask"))
-        for name, none in (("num_topk", 0), ("num_experts", None), ("index_dtype", None)):
-            if name in value:
-                is_mask.add(value[name] == none)
-        if expanded or value.get("expert_alignment", 1) > 1:
-            is_mask.add(False)
-        if value.get("weights", False) or value.get("stats", False):
-            is_mask.add(False)
-        fresh = value.get("layout", "topk") == "topk" or not value.get("stats", False)
-        return len(is_mask) <= 1 and fresh
-
-    def _rows_fit(self, value: Mapping[str, Any]) -> bool:
-        dtype, fp8 = value.get("dtype"), value.get("fp8")
-        if dtype is not None and fp8 is not None and dtype not in _FITTING[fp8]:
-            return False
-        if value.get("scales_layout") == "column" and (fp8 == "" or dtype == "int32"):
-            return False
-        return not (dtype == "int32" and value.get("row_weights", False))
-
-    def worst_bytes(self, row: Mapping[str, int], expanded: bool) -> int:
-        """Bytes one rank receives at most, with the smallest values of the levels."""
-        least = self._least
-        size = self._num_ranks * least["num_tokens"][row.get("num_tokens")]
-        size *= least["hidden"][row.get("hidden")] * least["dtype"][row.get("dtype")]
-        return size * least["num_topk"][row.get("num_topk")] if expanded else size
-
-    def cost(self, row: Mapping[str, int]) -> float:
-        """A MiB of rows weighs as much as one new pair."""
-        expanded = row["expand"] > 0
-        return self.worst_bytes(row, expanded) / (1 << 20)
-
-
-def _least(levels: tuple[tuple[Any, ...], ...], measure: Callable[[Any], int]) -> dict[Any, int]:
-    """The smallest measure of each level; under None, of all."""
-    of_level = {level: min(map(measure, values)) for level, values in enumerate(levels)}
-    return of_level | {None: min(of_level.values())}
-
-
-@functools.lru_cache(maxsize=32)
-def mode_table(
-    num_ranks: int, small: bool = False
-) -> tuple[list[tuple[dict[str, int], Case]], dict[str, Levels], set[Any]]:
-    """Build the pairwise table.
-
-    Returns:
-        Per row its levels and its case; the factors; the pairs of levels that cannot meet.
-    """
-    factors = _mode_factors(num_ranks, small)
-    rules = _ModeRules(factors, num_ranks)
-    levels = {name: len(values) for name, values in factors.items()}
-    rows, impossible = covering_rows(levels, rules.allowed, rules.cost, seed=num_ranks)
-    used: Counter[tuple[str, Any]] = Counter()
-    return (
-        [(row, _concrete_mode(num_ranks, row, factors, used)) for row in rows],
-        factors,
-        impossible,
-    )
-
-
-def _concrete_mode(
-    num_ranks: int,
-    row: Mapping[str, int],
-    factors: Mapping[str, Levels],
-    used: Counter[tuple[str, Any]],
-) -> Case:
-    """Give each level the value it has used least; the smallest ones where the row is large."""
-    values = {}
-    for name, level in row.items():
-        options = factors[name][level]
-        values[name] = min(options, key=lambda option: used[name, option])
-        used[name, values[name]] += 1
-    case = Case(num_ranks=num_ranks, **values)
-    copies = case.num_topk if case.expand else 1
-    if num_ranks * case.num_max_tokens * copies * case.row_bytes > 2 * _MAX_BYTES:
-        case = replace(
-            case,
-            hidden=min(factors["hidden"][row["hidden"]]),
-            num_topk=min(factors["num_topk"][row["num_topk"]]),
-            num_tokens=min(factors["num_tokens"][row["num_tokens"]], key=max),
-        )
-    return case
-
-
-def _fixed(num_ranks: int, small: bool) -> list[Case]:
+def _fixed_modes(num_ranks: int, small: bool) -> list[Case]:
     """Each mode with nothing to send, with tokens that go nowhere, and with half the columns."""
     tokens, hidden = (3, 129) if small else (127, 1000)
     plain = Case(num_ranks, (tokens,) * num_ranks, hidden, 2 * num_ranks, 3, "bfloat16")
@@ -631,19 +588,32 @@ def _fixed(num_ranks: int, small: bool) -> list[Case]:
     ]
 
 
-@functools.lru_cache(maxsize=32)
-def _mode_cases(num_ranks: int, small: bool) -> tuple[Case, ...]:
-    chosen = [case for _, case in mode_table(num_ranks, small)[0]]
-    return tuple(dict.fromkeys(chosen + _fixed(num_ranks, small)))
+# ----------------------------------------------------------------------------------- all of them
+
+
+def cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
+    """The cases of the plain calls, alike on every rank and in every run.
+
+    Args:
+        num_ranks: R, 1 to 8.
+        small: A few tokens of a few elements with the same pairs: for a simulator.
+    """
+    if not 1 <= num_ranks <= 8:
+        raise ValueError(f"cases(): num_ranks must be 1 to 8, got {num_ranks}")
+    chosen = [case for _, case in table(num_ranks, small)[0]] + _nothing_to_send(num_ranks, small)
+    if not small:
+        chosen += sequence(num_ranks) + _models(num_ranks)
+    return tuple(dict.fromkeys(chosen))
 
 
 def mode_cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
-    """The cases of the modes for ``num_ranks`` ranks, 1 to 8; the same on every rank.
+    """The cases of the modes, alike on every rank and in every run.
 
     Args:
-        num_ranks: R.
+        num_ranks: R, 1 to 8.
         small: A few tokens of short rows with the same pairs.
     """
     if not 1 <= num_ranks <= 8:
         raise ValueError(f"mode_cases(): num_ranks must be 1 to 8, got {num_ranks}")
-    return _mode_cases(num_ranks, small)
+    chosen = [case for _, case in mode_table(num_ranks, small)[0]]
+    return tuple(dict.fromkeys(chosen + _fixed_modes(num_ranks, small)))

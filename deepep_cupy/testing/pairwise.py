@@ -11,12 +11,13 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 
-__all__ = ["Row", "covering_rows", "pairs_of"]
+__all__ = ["Pair", "Row", "covering_rows", "pairs_of"]
 
 Row = dict[str, int]
 """factor → level number."""
 
 Pair = tuple[str, int, str, int]
+"""Two factors in the order of their names, each with its level."""
 
 _CANDIDATES = 6
 """Rows tried for each row taken."""

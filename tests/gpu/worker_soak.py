@@ -24,7 +24,7 @@ from common import RoundTrip, Worker, runtime, small_case
 from patterns import copies_of, fill, sources, wrong_rows, wrong_sums
 
 from deepep_cupy.reference import dispatch
-from deepep_cupy.testing.cases import ADDABLE
+from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.testing.compare import assert_same_bits
 
 MOST_TOKENS = 512
