@@ -79,7 +79,7 @@ def moe_layer(xp, buffer, x, gate, w_in, w_out):
 
 
 def dense_layer(xp, x, gate, w_in, w_out):
-    """The same layer with all experts in this process and no communication."""
+    """Compute the layer with all experts in this process and no communication."""
     topk_idx, topk_weights = choose(xp, x, gate)
     out = xp.zeros_like(x)
     for expert in range(num_experts):

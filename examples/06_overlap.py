@@ -75,7 +75,7 @@ def one_after_the_other(buffer, experts, batches, timeline):
 
 
 def overlapped(buffer, experts, batches, args, timeline):
-    """The same calls with events; the host waits in none of them."""
+    """Run the layer with events; the host waits in none of its calls."""
 
     def start(name, call, *given, **named):
         """The library: a call on the communication stream, behind the current stream's work."""

@@ -49,7 +49,7 @@ class Experts:
     """The experts of a rank: two matrix products each.
 
     All numbers are small and whole (thirty-seconds, in the end), so that products and their sums
-    are exact in whatever order they are added: no result depends on cuBLAS's choice of a kernel.
+    are exact in every order of addition: no result depends on cuBLAS's choice of a kernel.
     """
 
     def __init__(self, xp, rng, number, hidden, ffn, dtype):

@@ -1,8 +1,8 @@
 """What links and memory carry at so many SMs: the rows of an exchange with nothing around them.
 
 One kernel copies rows between the Buffers' pools: pushed by their senders, pulled by their
-receivers, both directions of every link at once, or copied within a GPU. A time of an operation
-means something beside the time that this takes in the same run.
+receivers, both directions of every link at once, or copied within a GPU. An operation is judged
+beside the time that these bare copies take in the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from deepep_cupy.errors import CompileError, PlatformError
 __all__ = ["BoxLayout", "Ceiling", "CeilingKernel", "spread"]
 
 _LONG_ROW = 1 << 20
-"""Rows of this length give the kernel as large pieces as its shared memory holds."""
+"""Bytes of a row for which the kernel is specialised: its shared memory then holds the largest
+pieces."""
 _MOST_LOCAL_ROWS = 8192
 _ROW_UNIT = 16
 
@@ -109,7 +110,7 @@ class BoxLayout:
 
 
 class CeilingKernel:
-    """The kernel, compiled and loaded. The constructor is collective.
+    """The copy kernel, compiled and loaded. The constructor is collective.
 
     Args:
         comm: mpi4py communicator.
@@ -134,12 +135,12 @@ class CeilingKernel:
             self._loaded: Any = load(built.path, self.spec.entry)
         except (CompileError, PlatformError) as error:
             trouble = str(error)
-        for rank, said in enumerate(comm.allgather(trouble)):
-            if said:
-                raise CompileError(f"rank {rank}: {said}")
+        for rank, reason in enumerate(comm.allgather(trouble)):
+            if reason:
+                raise CompileError(f"rank {rank}: {reason}")
 
     def launch(self, values: Mapping[str, Any], grid: int) -> Callable[[], None]:
-        """A call that launches it on the current stream."""
+        """Make a function that launches the kernel on the current stream."""
         import cupy
 
         from deepep_cupy.jit.launch import Launch
@@ -158,12 +159,12 @@ class Ceiling:
         buffer: Whose pool the boxes come from.
         region: The symmetric memory of that Buffer.
         traffic: The exchange.
-        row_bytes: Of a row as it travels.
-        num_sms: Blocks of this rank.
+        row_bytes: Bytes of a row as it travels.
+        num_sms: Blocks of the kernel on this rank.
 
     Attributes:
         calls: ``push`` and ``pull`` of all rows that cross links, where any do; ``local``.
-        nbytes: Of each: over the busiest link, or of the largest local copy.
+        nbytes: Bytes that each moves: over the busiest link, or in the largest local copy.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Ceiling:
         }
 
     def check(self) -> None:
-        """Each brings every byte that it should. Collective.
+        """Run each copy once and compare every byte. Collective.
 
         Raises:
             WrongResultError: On every rank.
@@ -253,4 +254,4 @@ def _mark(source: int, destination: int) -> int:
 
 
 def _nothing() -> None:
-    """A rank without rows to move."""
+    """The call of a rank that has no rows to move."""

@@ -2,7 +2,8 @@
 
 ``Copies`` moves the same bytes with each kind, all ranks at once: own rows pushed to the next rank,
 rows that have arrived copied on, rows of the next rank pulled. ``Whole`` times dispatch and combine
-of Buffers that differ in ``DEEPEP_CUPY_LOADS`` alone. All times are medians of the slowest rank.
+of Buffers that differ in ``DEEPEP_CUPY_LOADS`` and in nothing else. All times are medians of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Flavor:
 
     @property
     def bulk(self) -> bool:
-        """Whether the copy engine does it."""
+        """Whether the copy engine moves the rows (``cp.async.bulk``)."""
         return not self.load
 
 
@@ -91,7 +92,8 @@ CLASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class BulkEntry:
-    """The entry of bulk copies, with its dynamic shared memory, which no manifest tells."""
+    """The entry of bulk copies with the size of its dynamic shared memory, which is not in the
+    manifest."""
 
     entry: PtxEntry
 
@@ -174,7 +176,7 @@ class Copies:
         return all(self._group.allgather(wrong == 0 and late == 0))
 
     def close(self) -> None:
-        """Collective."""
+        """Free the memory. Collective."""
         self._region.close(self._meet)
 
     def _meet(self) -> None:
@@ -229,7 +231,7 @@ class Copies:
         return self._cupy.ndarray((size,), "u1", memptr=cuda.MemoryPointer(memory, 0))
 
     def _pattern(self, rank: int) -> Any:
-        """The rows of a rank: every word tells where it belongs, and whose it is."""
+        """The rows of a rank: every word is made from its place and from the rank."""
         words = self._cupy.arange(self.nbytes // 4, dtype="u4")
         return words * np.uint32(2654435761) + np.uint32(rank + 1)
 
@@ -295,7 +297,7 @@ class Whole:
         self._timer = CudaTimer(flushes=BUSY_FLUSHES)
 
     def same_results(self) -> bool:
-        """Whether both give the same bytes. Collective."""
+        """Whether both kinds of loads give the same bytes. Collective."""
         results = [
             (
                 self.buffers[loads].dispatch(self._x, handle=self._handles[loads]).recv_x,
@@ -338,7 +340,7 @@ class Whole:
         }[operation]
 
     def close(self) -> None:
-        """Collective."""
+        """Check and close both Buffers. Collective."""
         for buffer in self.buffers.values():
             buffer.check()
             buffer.close()

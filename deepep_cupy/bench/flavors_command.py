@@ -103,7 +103,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Point:
-    """One copy: what, how, by how many SMs; the slowest rank's time."""
+    """The time of one copy on the slowest rank: what is copied, how, and by how many SMs."""
 
     kind: str
     flavor: str
@@ -114,7 +114,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Pair:
-    """One whole operation with both choices of loads."""
+    """The times of one operation with each of the two kinds of loads."""
 
     path: str
     operation: str
@@ -249,12 +249,12 @@ def _report(results: Results) -> str:
         f"{results.ranks} ranks on {results.gpu}; medians of the slowest rank, L2 emptied, ranks "
         "begin together and all move at once"
     ]
-    for kind, said in CLASSES.items():
+    for kind, description in CLASSES.items():
         points = [point for point in results.points if point.kind == kind]
         if not points:
             continue
         sms = list(dict.fromkeys(point.sms for point in points))
-        head = (f"{kind}: {said}", *(f"{number} SMs" for number in sms))
+        head = (f"{kind}: {description}", *(f"{number} SMs" for number in sms))
         for what, cell in (("GB/s", "gb_s"), ("us", "us")):
             rows = [
                 (name, *(f"{getattr(point, cell):.0f}" for point in points if point.flavor == name))

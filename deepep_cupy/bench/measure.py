@@ -86,7 +86,7 @@ class Measurement:
 
 
 class Meter:
-    """Clocks. All ranks time the same calls together.
+    """Times calls by events, in graphs and on the host; all ranks time the same calls together.
 
     Args:
         ranks: The ranks, settled.
@@ -105,7 +105,7 @@ class Meter:
     def graph(
         self, call: Callable[[], Any], barrier: Callable[[], Any], calls: int
     ) -> tuple[float, str]:
-        """Microseconds of one of the calls in a graph, and why there are none (then 0)."""
+        """Microseconds of one call of a graph and an empty text, or 0 and why there is no graph."""
         timer = self._timer
         if not isinstance(timer, CudaTimer):
             return 0.0, "the host engine has no graphs"
@@ -116,7 +116,7 @@ class Meter:
             trouble = f"no graph: {error}"
         every = self._ranks.comm.allgather(trouble)
         if captured is None or any(every):
-            return 0.0, next(said for said in every if said)
+            return 0.0, next(reason for reason in every if reason)
         timing = timer.replay(captured, repeats=self._repeats, barrier=barrier)
         return slowest(timing, self._ranks.comm.allgather), ""
 
@@ -188,7 +188,7 @@ def count_ceilings(modes: Iterable[Mode]) -> int:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a call moves: over the busiest link, into the busiest rank, and within its GPU."""
+    """Bytes that a call moves over the busiest link, into the busiest rank, and within its GPU."""
 
     wire: int
     logical: int

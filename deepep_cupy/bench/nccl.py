@@ -1,4 +1,4 @@
-"""The same exchange as a user of NCCL would write it: pack, grouped send and receive, scatter.
+"""Dispatch and combine as a user of NCCL would write them: pack, grouped send/receive, scatter.
 
 Through CuPy's binding, on the same arrays. The layout (who sends how many rows to whom, and
 where each row goes) is known beforehand and not timed, as in a cached dispatch.
@@ -57,7 +57,8 @@ class Routes:
         pack: Tokens whose rows go to other ranks: rank by rank, in token order.
         own: Tokens whose rows stay here.
         send: Rows before each rank's segment of packed rows, and behind the last.
-        receive: The same for received rows, in which this rank's own have their place.
+        receive: Rows before each rank's segment of received rows, this rank's own among them, and
+            behind the last.
         back: ``[T, R]``: where a token's row is among those that came back; -1: nowhere. This
             rank's own are found where they were received.
     """
@@ -158,7 +159,7 @@ class NcclExchange:
 
 
 class NcclFailedError(DeepEPCupyError):
-    """NCCL is installed and does not work here."""
+    """NCCL is installed and does not work on these ranks."""
 
 
 def connect(comm: Any) -> Any:
@@ -180,9 +181,9 @@ def connect(comm: Any) -> Any:
             connection = binding.NcclCommunicator(comm.size, identity, comm.rank)
         except RuntimeError as error:
             trouble = str(error)
-    said = [each for each in comm.allgather(trouble) if each]
-    if said:
-        raise NcclFailedError(f"NCCL does not work on these ranks: {said[0]}")
+    reasons = [each for each in comm.allgather(trouble) if each]
+    if reasons:
+        raise NcclFailedError(f"NCCL does not work on these ranks: {reasons[0]}")
     return connection
 
 

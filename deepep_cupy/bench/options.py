@@ -82,7 +82,7 @@ def modes_of_names(operation: str, text: str, parse: Callable[[str], Mode]) -> l
     """Modes by their names, separated by commas; each once.
 
     Raises:
-        ContractError: ``parse`` knows one of them not.
+        ContractError: One of the names is unknown.
     """
     try:
         return list(dict.fromkeys(parse(name) for name in text.split(",")))

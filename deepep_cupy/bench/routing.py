@@ -1,6 +1,6 @@
 """Which experts the tokens of a bench choose: evenly, by Zipf's law, or all the same few.
 
-Whatever the pattern, a token's experts are different from each other, and none is missing.
+In every pattern each token has K experts, all different from each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose(
         num_tokens: T.
         num_topk: K, at most ``num_experts``.
         num_experts: E.
-        rng: Where chance comes from.
+        rng: The source of random numbers.
         exponent: Of Zipf's law.
         num_hot: Experts of ``k-hot``, K to E of them; None: K.
 

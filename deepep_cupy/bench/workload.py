@@ -1,6 +1,7 @@
 """What a bench measures on: ranks, a Buffer, rows, and every way to call it.
 
-Whatever is timed is checked before and after: rows say where they come from (``bench.rows``).
+Calls are checked before and after they are timed: their rows say where they come from, see
+``bench.rows``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ROOM = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes and routing; the same on all ranks.
+    """Sizes and routing, alike on all ranks.
 
     Attributes:
         num_tokens: T of each rank, the most there are.
@@ -64,7 +65,7 @@ class Shape:
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
-        """The row dtype itself."""
+        """The NumPy dtype of the rows."""
         return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
 
     def row_bytes(self, mode: Mode | None = None) -> int:
@@ -155,7 +156,7 @@ class Bench:
         ranks: The ranks.
         shape: Sizes.
         num_sms: As the Buffer's argument.
-        modes: What will be measured on it, each once and with one graph.
+        modes: What will be measured on it, each once and with one graph: sizes the pool.
         timeout_s: As the Buffer's argument.
     """
 
@@ -312,7 +313,7 @@ class Workload:
         )
 
     def prepare(self, mode: Mode) -> Callable[[], Any]:
-        """The call of a mode, all its arrays made. Collective."""
+        """Make all arrays of a mode and the function that calls it. Collective."""
         make = {
             "dispatch": self._dispatch_call,
             "combine": self._combine_call,
@@ -363,7 +364,7 @@ class Workload:
     # ------------------------------------------------------------------------------- checks
 
     def check(self, mode: Mode, result: Any) -> None:
-        """A result of the mode's call is right. Collective.
+        """Compare the result of a mode's call with what must have come. Collective.
 
         Sums of ``per_rank`` are not checked: they are rounded in between.
 
@@ -383,12 +384,12 @@ class Workload:
         self.bench.buffer.check()
 
     def check_rows(self, what: str, rows: Any) -> None:
-        """Received rows of ``x``, in the order of a dispatch. Collective."""
+        """Compare received rows of ``x``, in the order of a dispatch. Collective."""
         wrong = wrong_rows(self.ranks.xp, rows, *self.sources, _SALT)
         self.ranks.agree_on_zero(what, wrong)
 
     def check_sums(self, what: str, sums: Any, copies: Any = None) -> None:
-        """Combined rows of ``x``. Collective."""
+        """Compare combined rows of ``x``. Collective."""
         copies = copies_of(self.handle) if copies is None else copies
         wrong = wrong_sums(self.ranks.xp, sums, self.ranks.rank, _SALT, copies)
         self.ranks.agree_on_zero(what, wrong)

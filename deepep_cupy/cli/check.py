@@ -1,7 +1,7 @@
 """``check``: every case of the table on these ranks, bit by bit against the reference.
 
-Each rank builds the inputs of all ranks from the seed and runs the reference beside the real
-thing, so that nothing but the calls under test crosses between the ranks.
+Each rank builds the inputs of all ranks from the seed and runs the reference on them, so that
+nothing but the calls under test crosses between the ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Outcome:
 
 def _try(comm: Any, case: Case, seed: int, engine: str) -> _Outcome:
     """Run one case on a Buffer of its own. Collective."""
-    part = expected(case, seed).part(comm.rank)
+    part = expected(case, seed).of_rank(comm.rank)
     with Buffer(comm, engine=engine, **buffer_arguments(case)) as buffer:
         outcome = _Outcome(buffer.engine_name)
         if not modes_needed(case) <= buffer.modes:
@@ -117,7 +117,7 @@ def _try(comm: Any, case: Case, seed: int, engine: str) -> _Outcome:
 
 
 def _judge(comparison: Callable[[], None]) -> str:
-    """Say what differs, or nothing."""
+    """Return what differs, or an empty text."""
     try:
         comparison()
     except AssertionError as error:
@@ -126,7 +126,7 @@ def _judge(comparison: Callable[[], None]) -> str:
 
 
 class _Arrays:
-    """Arrays where the engine wants them."""
+    """Moves arrays to the memory that the engine works on."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._cupy: Any = None

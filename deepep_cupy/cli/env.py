@@ -1,7 +1,7 @@
 """``env``: what this machine has, for a person who asks for help or wonders what is missing.
 
-Nothing here fails: whatever cannot be found out is shown with the reason. CuPy and MPI are looked
-at only if they are installed, and MPI in a process of its own, since some MPI libraries end a
+Nothing here fails: what cannot be found out is shown with the reason. CuPy and MPI are looked at
+only if they are installed, and MPI in a process of its own, since some MPI libraries end a
 process that was not started by their ``mpirun``.
 """
 
@@ -130,8 +130,8 @@ def _mpi_library() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown: {error}"
     lines = (child.stdout if child.returncode == 0 else child.stderr).split("\n")
-    said = [line.strip(" \t\0") for line in lines if line.strip(" \t\0")]
-    word = said[-1] if said else f"no answer, exit code {child.returncode}"
+    answers = [line.strip(" \t\0") for line in lines if line.strip(" \t\0")]
+    word = answers[-1] if answers else f"no answer, exit code {child.returncode}"
     return " ".join(word.split()) if child.returncode == 0 else f"cannot be loaded: {word}"
 
 
@@ -292,6 +292,6 @@ def _asked(question: Callable[[], Any], unknown: str | None = None) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line that an error says."""
+    """Return the first line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -125,7 +125,11 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _report(rows: list[tuple[str, str, int, Compiled]], strict: bool) -> int:
-    """Print (loads, how, dynamic shared memory, compiled) of each; raise if ``strict`` says so."""
+    """Print a table of (loads, how, dynamic shared memory, compiled); the exit code.
+
+    Raises:
+        CompileError: ``strict`` is given and a kernel uses local memory.
+    """
     table = []
     spilling = []
     for loads, how, dynamic, compiled in rows:

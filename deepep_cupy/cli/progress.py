@@ -1,4 +1,4 @@
-"""A bar on standard error while someone watches."""
+"""A progress bar on standard error, drawn only where that is a terminal."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ def _verify(args: argparse.Namespace) -> int:
     modules = [module for module in list_modules() if module.path.is_file()]
     if not args.no_ptxas:
         for module in modules:
-            said = assemble(module.path, module.target)
-            problems += [f"{module.file}: {problem}" for problem in said]
+            problems += [f"{module.file}: {each}" for each in assemble(module.path, module.target)]
     if problems:
         raise CompileError("ptx verify:\n  " + "\n  ".join(problems))
     how = "text and manifest agree" if args.no_ptxas else "text and manifest agree, ptxas takes all"

@@ -1,4 +1,4 @@
-"""``litmus``: which loads see what was just written, on this GPU, and is the policy right here?
+"""``litmus``: which loads see what was just written on this GPU, and whether the policy holds.
 
 One process tests what one GPU allows; under ``mpirun -n 2`` rank 0 reads what rank 1, on another
 GPU, writes. The verdict is kept in the cache folder, where ``DEEPEP_CUPY_LOADS=auto`` looks.
@@ -29,7 +29,7 @@ from deepep_cupy.litmus.runner import (
     MAX_WORDS,
     CupyMachine,
     Litmus,
-    Place,
+    RankMemory,
     Words,
     every_test,
     region_bytes,
@@ -124,7 +124,7 @@ def _words(args: argparse.Namespace) -> Words:
 
 
 class _Alone:
-    """A group of one, for a process that ``mpirun`` did not start: MPI need not be installed."""
+    """A group of one rank, for a process that ``mpirun`` did not start: it needs no MPI."""
 
     rank, size, host = 0, 1, "this node"
 
@@ -145,7 +145,7 @@ def _driver() -> str:
 
 
 def _producers(topology: Topology) -> tuple[tuple[str, ...], str]:
-    """Who can write here, and a line about it."""
+    """Which writers can be tested on these ranks, and a line about it."""
     ranks = len(topology.gpus)
     if ranks == 1:
         return ("kernel", "block"), "no other GPU is tested (mpirun -n 2 brings one in)"
@@ -156,7 +156,7 @@ def _producers(topology: Topology) -> tuple[tuple[str, ...], str]:
 
 
 def _in_force(topology: Topology, producers: Sequence[str]) -> policy.Choice:
-    """What a Buffer of these ranks would use, before this test has said anything."""
+    """The loads that a Buffer of these ranks would use before this test has run."""
     gpu = topology.gpus[0]
     return policy.resolve(
         env.loads(),
@@ -177,8 +177,8 @@ def _run_tests(
     with cupy.cuda.Device(gpu.device):
         region = open_region(group, gpu.device, region_bytes(words))
         peer = region.peer_base[1 - group.rank] if group.size > 1 and group.rank < 2 else 0
-        place = Place(group.rank, region.base, peer, group.allgather)
-        one = Litmus(CupyMachine(gpu.num_sms), place, words)
+        memory = RankMemory(group.rank, region.base, peer, group.allgather)
+        one = Litmus(CupyMachine(gpu.num_sms), memory, words)
         todo = list(every_test(producers, bulk=topology.gpus[0].capability >= (9, 0)))
         bar = Progress(len(todo), shown=group.rank == 0)
         for number, test in enumerate(todo):
@@ -213,7 +213,7 @@ class _Printer:
             print(line, flush=True)
 
     def complain(self, line: str) -> None:
-        """Print a line that must be seen."""
+        """Print a line on standard error."""
         if self._shown:
             print(line, file=sys.stderr, flush=True)
 
@@ -271,7 +271,7 @@ class _Printer:
 def _tables(readings: Sequence[Reading]) -> str:
     """One table for each writer and pointer: what part of the words was not fresh."""
     parts = ["part of the words that was stale or torn, by how the reader learnt of them:"]
-    parts += [f"  {name}: {said}" for name, said in PROTOCOLS.items()]
+    parts += [f"  {name}: {meaning}" for name, meaning in PROTOCOLS.items()]
     for producer, pointer in dict.fromkeys((r.producer, r.pointer) for r in readings):
         title = {"peer": "another GPU", "kernel": "another kernel", "block": "another block"}
         parts.append(f"\n{title[producer]} writes, the reader's pointer is {pointer}")

@@ -28,7 +28,7 @@ __all__ = [
     "CupyMachine",
     "Litmus",
     "Machine",
-    "Place",
+    "RankMemory",
     "Test",
     "Words",
     "every_test",
@@ -117,7 +117,7 @@ def every_test(producers: Sequence[str], *, bulk: bool = False) -> Iterator[Test
 
 @dataclass(frozen=True)
 class Words:
-    """How much each test does.
+    """How many words each test checks, and how often.
 
     Attributes:
         num_words: Words of 16 bytes under test, at most 1024.
@@ -135,7 +135,7 @@ class Words:
 
 
 def region_bytes(words: Words) -> int:
-    """Bytes that each rank needs."""
+    """Bytes of symmetric memory that each rank needs."""
     return _DATA + 16 * words.num_words
 
 
@@ -216,14 +216,14 @@ class CupyMachine:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is.
+class RankMemory:
+    """The memory of one rank, and the way to its peers.
 
     Attributes:
         rank: 0 reads, 1 writes as a peer, others only listen.
         base: Address of the rank's own memory.
         peer: Address here of the other's memory, 0 without one.
-        allgather: Collective; tells all ranks an object of each.
+        allgather: Collective; returns one object from every rank.
     """
 
     rank: int
@@ -237,12 +237,12 @@ class Litmus:
 
     Args:
         machine: Its GPU.
-        place: Its memory and its peers.
+        memory: Its memory, and how it reaches the others.
         words: How much each test does.
     """
 
-    def __init__(self, machine: Machine, place: Place, words: Words) -> None:
-        self._machine, self._place, self._words = machine, place, words
+    def __init__(self, machine: Machine, memory: RankMemory, words: Words) -> None:
+        self._machine, self._memory, self._words = machine, memory, words
         self._error = ""
 
     def run(self, test: Test) -> Reading:
@@ -251,10 +251,10 @@ class Litmus:
         reading: Reading | None = None
         if test.producer == "peer":
             reading = self._with_peer(test)
-        elif self._place.rank == 0:
+        elif self._memory.rank == 0:
             reading = self._alone(test)
         error: str
-        for error, answer in self._place.allgather((self._error, reading)):
+        for error, answer in self._memory.allgather((self._error, reading)):
             if error:
                 return _reading(test, error=error)
             reading = answer or reading
@@ -281,7 +281,7 @@ class Litmus:
 
     def _with_peer(self, test: Test) -> Reading | None:
         """Rank 0 reads, rank 1 writes. Every rank meets the others equally often."""
-        rank, meet = self._place.rank, self._meet
+        rank, meet = self._memory.rank, self._meet
         if rank < 2:
             self._do(self._reset)
         meet()
@@ -305,28 +305,28 @@ class Litmus:
         return self._result(test) if rank == 0 else None
 
     def _do(self, action: Callable[[], None]) -> None:
-        """Act, unless an earlier action of this test failed."""
+        """Run an action, unless an earlier one of this test failed; keep its error."""
         if not self._error:
             try:
                 action()
             except Exception as failure:  # noqa: BLE001 - the peers wait to hear of it
-                rank = self._place.rank
+                rank = self._memory.rank
                 self._error = f"rank {rank}: {type(failure).__name__}: {failure}"
 
     def _meet(self) -> None:
-        self._place.allgather(None)
+        self._memory.allgather(None)
 
     # ---------------------------------------------------------------------------- the launches
 
     def _reset(self) -> None:
-        base, machine = self._place.base, self._machine
+        base, machine = self._memory.base, self._machine
         machine.write(base, np.zeros(_DATA, np.uint8))
         machine.write(base + _DATA, pattern(self._words.num_words, 0))
 
     def _read(self, test: Test, first: int, also: int = 0) -> None:
-        """Launch the reader, with its watcher and whoever else belongs in its launch."""
-        base, sms = self._place.base, self._machine.num_sms
-        there = self._place.peer if test.producer == "peer" else base
+        """Launch the reader, with the watcher and the writer where they share its launch."""
+        base, sms = self._memory.base, self._machine.num_sms
+        there = self._memory.peer if test.producer == "peer" else base
         how = _HOW[test.protocol]
         roles = _READER | also | (_WATCHER if how & _WATCHED else 0)
         grid = 1
@@ -347,9 +347,9 @@ class Litmus:
         )
 
     def _write(self, test: Test, first: int, grid: int = 1, stream: int = 0) -> None:
-        """Launch the writer, on its own."""
-        base = self._place.base
-        there = self._place.peer if test.producer == "peer" else base
+        """Launch the writer in a launch of its own."""
+        base = self._memory.base
+        there = self._memory.peer if test.producer == "peer" else base
         self._launch(
             test,
             first,
@@ -363,7 +363,7 @@ class Litmus:
         )
 
     def _launch(self, test: Test, first: int, *, grid: int, stream: int, **values: int) -> None:
-        base, words = self._place.base, self._words
+        base, words = self._memory.base, self._words
         rounds = 1 if test.protocol == "boundary" else words.rounds(test.protocol)
         bulk = test.load in BULK_LOADS
         load = 0
@@ -388,14 +388,14 @@ class Litmus:
 
     def _check_writer(self) -> None:
         board = np.zeros(4, np.uint32)
-        self._machine.read(self._place.base + _BOARD, board)
+        self._machine.read(self._memory.base + _BOARD, board)
         if board[3]:
             self._error = f"rank 1 {_gave_up(int(board[3]))}"
 
     def _result(self, test: Test) -> Reading | None:
         board, counts = np.zeros(4, np.uint32), np.zeros(5, np.uint64)
-        self._do(lambda: self._machine.read(self._place.base + _BOARD, board))
-        self._do(lambda: self._machine.read(self._place.base + _COUNTS, counts))
+        self._do(lambda: self._machine.read(self._memory.base + _BOARD, board))
+        self._do(lambda: self._machine.read(self._memory.base + _COUNTS, counts))
         if self._error:
             return None
         checks, stale, torn, wrong, oldest = (int(count) for count in counts)

@@ -315,8 +315,10 @@ _EXPANDED = ("expand", "zero_padding", "row_weights")
 
 
 class _Rules:
-    """What may stand in one row of a table. A setting says what it implies for those still open,
-    so that a part of a row that cannot be completed is refused at once.
+    """What may stand in one row of a table.
+
+    Parts of a row are judged too: each setting counts with what it implies for those still open,
+    so that a part that cannot be completed is refused at once.
 
     Args:
         factors: Of the table.
@@ -358,7 +360,7 @@ class _Rules:
 
     def _routing_fits(self, value: Mapping[str, Any]) -> bool:
         """Masks have no choices and what belongs to them; statistics belong to fresh calls."""
-        is_mask = set()  # what each setting says about the routing; they must agree
+        is_mask = set()  # what each setting needs of the routing; they must agree
         if "layout" in value:
             is_mask.add(value["layout"] in ("mask", "cached_mask"))
         for name, none in (("num_topk", 0), ("num_experts", None), ("index_dtype", None)):

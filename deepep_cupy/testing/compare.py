@@ -1,4 +1,4 @@
-"""Bit by bit comparison with what the reference says, and errors that show where.
+"""Bit by bit comparison with the reference's results, and errors that show where they differ.
 
 Arrays may be NumPy's, or have a ``get()`` that returns one (CuPy's). Failures raise
 ``AssertionError``; nothing here is skipped by ``python -O``.
@@ -80,7 +80,7 @@ def assert_equal_or_nan(name: str, got: Any, want: Any, *, rank: int | None = No
 def assert_dispatch_equal(got: _Dispatched, want: _Dispatched, *, rank: int | None = None) -> None:
     """Check every field of a dispatch result and of its handle, bit by bit.
 
-    Rows of which the reference says that they hold anything (``want.defined``) are passed over.
+    Rows that the contract leaves undefined (``want.defined`` is False) are not compared.
     """
     defined = getattr(want, "defined", None)
     for name, value, right in _parts(got.recv_x, want.recv_x):
@@ -118,8 +118,8 @@ def _parts(got: Any, want: Any) -> list[tuple[str, Any, Any]]:
     if not isinstance(want, tuple) and not isinstance(got, tuple):
         return [("recv_x", got, want)]
     if not (isinstance(want, tuple) and isinstance(got, tuple)) or len(got) != len(want):
-        said = ["a pair" if isinstance(value, tuple) else "an array" for value in (got, want)]
-        raise AssertionError(f"recv_x: got {said[0]}, wanted {said[1]}")
+        kinds = ["a pair" if isinstance(value, tuple) else "an array" for value in (got, want)]
+        raise AssertionError(f"recv_x: got {kinds[0]}, wanted {kinds[1]}")
     _compare_order(got[1], want[1])
     return [("recv_x", got[0], want[0]), ("scales", got[1], want[1])]
 
@@ -131,7 +131,7 @@ def _compare_order(got: Any, want: Any) -> None:
 
 
 def _compare_defined(name: str, got: Any, want: Any, defined: Any, rank: int | None) -> None:
-    """Compare the rows whose content is said; the shapes of all."""
+    """Compare the shapes, and of the rows those that are defined."""
     if want is None or got is None or defined is None or defined.all():
         assert_same_bits(name, got, want, rank=rank)
         return
@@ -163,8 +163,8 @@ def _compare(name: str, got: Any, want: Any, rank: int | None, *, any_nan: bool)
     title = _title(name, rank)
     if got is None or want is None:
         if got is not want:
-            said = ["None" if value is None else "an array" for value in (got, want)]
-            raise AssertionError(f"{title}: got {said[0]}, wanted {said[1]}")
+            kinds = ["None" if value is None else "an array" for value in (got, want)]
+            raise AssertionError(f"{title}: got {kinds[0]}, wanted {kinds[1]}")
         return
     got, want = to_host(got), to_host(want)
     if got.dtype != want.dtype or got.shape != want.shape:

@@ -1,4 +1,4 @@
-"""Inputs of a case from a seed, and what the reference makes of them.
+"""Inputs of a case from a seed, and the results that the reference computes from them.
 
 Everything follows from (case, rank, seed): each rank can build the inputs of all ranks alone, so
 that it can run the reference beside the real thing and compare, with nothing exchanged.
@@ -28,7 +28,7 @@ __all__ = [
     "Case",
     "Expected",
     "Inputs",
-    "Part",
+    "RankExpected",
     "Rows",
     "cases",
     "expected",
@@ -93,8 +93,8 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """What one rank needs to know of a case: its own entries of ``Expected``."""
+class RankExpected:
+    """One rank's entries of ``Expected``: its inputs and its right answers."""
 
     inputs: Inputs
     first: DispatchResult | None
@@ -127,9 +127,9 @@ class Expected:
     worst: list[int] | None = None
     stats: list[Array] | None = None
 
-    def part(self, rank: int) -> Part:
-        """The entries of one rank."""
-        return Part(
+    def of_rank(self, rank: int) -> RankExpected:
+        """Return the entries of one rank."""
+        return RankExpected(
             inputs=self.inputs[rank],
             first=self.first[rank] if self.first else None,
             dispatched=self.dispatched[rank],

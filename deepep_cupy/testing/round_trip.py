@@ -1,4 +1,4 @@
-"""One case on a Buffer: the calls, as users write them, and the judgement of what came."""
+"""One case on a Buffer: the calls, as users write them, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from deepep_cupy.testing import compare
 from deepep_cupy.testing.cases import Case
-from deepep_cupy.testing.data import Part
+from deepep_cupy.testing.data import RankExpected
 
 if TYPE_CHECKING:
     from deepep_cupy.api.buffer import Buffer
@@ -55,7 +55,11 @@ class RoundTrip:
     """
 
     def __init__(
-        self, buffer: Buffer, case: Case, part: Part, up: Callable[[Any], Any] = lambda array: array
+        self,
+        buffer: Buffer,
+        case: Case,
+        part: RankExpected,
+        up: Callable[[Any], Any] = lambda array: array,
     ) -> None:
         self._buffer = buffer
         self._case = case
@@ -85,7 +89,7 @@ class RoundTrip:
                 self._outs = [up(full.view(case.sum_dtype)) for _ in range(2)]
 
     def dispatch(self) -> Any:
-        """Dispatch as the case says; in a cached case after the dispatch that makes the handle."""
+        """Make the case's dispatch; in a cached case first the one that gives the handle."""
         case, buffer = self._case, self._buffer
         fresh: dict[str, Any] = {"expert_alignment": case.expert_alignment}
         if case.from_topk:
@@ -145,7 +149,7 @@ class RoundTrip:
         return got
 
     def compare_dispatch(self, got: Any) -> None:
-        """Raise ``AssertionError`` where a dispatch is not what the reference says."""
+        """Raise ``AssertionError`` where a dispatch differs from the reference."""
         rank = self._buffer.rank
         if self._part.first is not None:
             compare.assert_dispatch_equal(self._first, self._part.first, rank=rank)
@@ -156,7 +160,7 @@ class RoundTrip:
             compare.assert_same_bits("statistics", self._stats, self._part.stats, rank=rank)
 
     def compare_combine(self, got: list[Any]) -> None:
-        """Raise ``AssertionError`` where a combine is not what the reference says."""
+        """Raise ``AssertionError`` where a combine differs from the reference."""
         for number, each in enumerate(got):
             want: Any = self._part.combined
             compare.assert_combine_equal(each, want, rank=self._buffer.rank)
@@ -164,7 +168,7 @@ class RoundTrip:
                 raise AssertionError("combine returned another array than out")
 
     def _as_given(self, got: Any) -> Any:
-        """Give received bytes the dtype that the case says they have: CuPy has no opaque items."""
+        """View received bytes in the dtype of the case: CuPy has no opaque items."""
         if self._case.fp8:
             return got
         rows = compare.to_host(got.recv_x)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepep_cupy.engines.gpu.ptx_modules import get_module
 from deepep_cupy.jit.launch import Packed
-from deepep_cupy.litmus.runner import Litmus, Place, Words
+from deepep_cupy.litmus.runner import Litmus, RankMemory, Words
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ptx_grid.text import Program
@@ -79,7 +79,7 @@ def one_rank(words=WORDS, text=TEXT, seed=0, bulk_text=TEXTS["litmus_bulk"]):
     """The litmus test of one GPU, and its model."""
     programs = programs_of(litmus=text, litmus_bulk=bulk_text)
     machine = Model(World(SIZE, num_sms=NUM_SMS, seed=seed), 0, programs, threading.Lock())
-    return Litmus(machine, Place(0, BASES[0], 0, lambda value: [value]), words), machine
+    return Litmus(machine, RankMemory(0, BASES[0], 0, lambda value: [value]), words), machine
 
 
 class Pair:
@@ -103,10 +103,12 @@ def two_ranks(work, words=WORDS, text=TEXT, seed=0):
     lock, results = threading.Lock(), [None, None]
 
     def rank_main(rank):
-        place = Place(rank, BASES[rank], BASES[1 - rank], lambda told: pair.allgather(rank, told))
+        memory = RankMemory(
+            rank, BASES[rank], BASES[1 - rank], lambda told: pair.allgather(rank, told)
+        )
         machine = Model(world, rank, programs, lock)
         try:
-            results[rank] = work(Litmus(machine, place, words), machine, rank)
+            results[rank] = work(Litmus(machine, memory, words), machine, rank)
         except Exception as error:  # noqa: BLE001 - raised again by the thread that asks
             results[rank] = error
             pair.barrier.abort()

@@ -155,8 +155,8 @@ def test_launches_on_a_real_machine_are_packed_as_the_module_reads_them(monkeypa
     fake = FakeCuda(monkeypatch)
     machine = litmus.CupyMachine(NUM_SMS)
     assert set(fake.prepared) == {1, 2, 8}  # before anything runs
-    place = litmus.Place(0, BASES[0], 0, lambda value: [value])
-    one = litmus.Litmus(machine, place, Words(8, 4, 0.5))
+    memory = litmus.RankMemory(0, BASES[0], 0, lambda value: [value])
+    one = litmus.Litmus(machine, memory, Words(8, 4, 0.5))
     for producer, protocol, load in (
         ("kernel", "relaxed", "ld.global.nc"),
         ("kernel", "boundary", "ld.global.nc"),

@@ -21,7 +21,7 @@ from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be, settle
 from deepep_cupy import env
 from deepep_cupy.testing.cases import Case
 from deepep_cupy.testing.compare import assert_combine_equal, assert_dispatch_equal, to_host
-from deepep_cupy.testing.data import Part, expected
+from deepep_cupy.testing.data import RankExpected, expected
 from deepep_cupy.testing.round_trip import RoundTrip
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -99,7 +99,7 @@ def cases(worker: Worker) -> str:
                     buffers.append(stack.enter_context(buffer_for(worker, chosen, experts)))
                 must_be(buffers[-1], kind)
             for case in some:
-                part = expected(case, 5).part(worker.rank)
+                part = expected(case, 5).of_rank(worker.rank)
                 for buffer in buffers:
                     twice(worker, buffer, case, part)
     return f"{len(chosen)} cases" + f" of {len(kinds)} kinds" * (len(kinds) > 1)
@@ -117,7 +117,7 @@ def buffer_for(worker: Worker, chosen: list[Case], experts: int | None) -> Any:
     )
 
 
-def twice(worker: Worker, buffer: Any, case: Case, part: Part) -> None:
+def twice(worker: Worker, buffer: Any, case: Case, part: RankExpected) -> None:
     """There and back, two times."""
     for _ in range(2):
         trip = RoundTrip(buffer, case, part, worker.up)
@@ -152,7 +152,7 @@ def small(worker: Worker, **changes: Any) -> Case:
 def refused(worker: Worker) -> str:
     """A bad choice on rank 0, and no host waits: poison everywhere, then all is well."""
     case = small(worker)
-    part = expected(case, 1).part(worker.rank)
+    part = expected(case, 1).of_rank(worker.rank)
     with worker.buffer(**sizes(worker)) as buffer:
         trip = RoundTrip(buffer, case, part, worker.up)
         idx = part.inputs.topk_idx.copy()
@@ -197,7 +197,7 @@ def graphs(worker: Worker) -> str:
     for fp8, reduce in (("", "exact"), ("", "per_rank"), ("ue8m0", "exact")):
         case = small(worker, fp8=fp8, reduce=reduce, row_weights=True, zero_padding=True)
         want = expected(case, 2)
-        part = want.part(rank)
+        part = want.of_rank(rank)
         with worker.buffer(**sizes(worker)) as buffer:
             trip = RoundTrip(buffer, case, part, worker.up)
             got = trip.dispatch()  # everything is compiled and allocated once before

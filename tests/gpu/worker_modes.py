@@ -21,7 +21,7 @@ from common import ROW_BYTES, Worker, add_kinds, kinds_of, must_be, settle, smal
 
 from deepep_cupy import ContractError, StateError, env, reference
 from deepep_cupy.testing.compare import assert_equal_or_nan, to_host
-from deepep_cupy.testing.data import Case, Part, expected, mode_cases
+from deepep_cupy.testing.data import Case, RankExpected, expected, mode_cases
 from deepep_cupy.testing.round_trip import RoundTrip
 
 PARTS = ("table", "refused", "graphs", "buffers", "streams", "threads")
@@ -69,14 +69,14 @@ def up_of(worker: Worker) -> Any:
 
 def trip_of(worker: Worker, buffer: Any, case: Case, seed: int = 0) -> RoundTrip:
     """The calls of a case on this rank."""
-    return RoundTrip(buffer, case, expected(case, seed).part(worker.rank), up_of(worker))
+    return RoundTrip(buffer, case, expected(case, seed).of_rank(worker.rank), up_of(worker))
 
 
 def there_and_back(
-    worker: Worker, buffer: Any, case: Case, seed: int = 0, part: Part | None = None
+    worker: Worker, buffer: Any, case: Case, seed: int = 0, part: RankExpected | None = None
 ) -> None:
     """Dispatch, and combine where that can be done. ``part``: what is expected, if it is known."""
-    part = expected(case, seed).part(worker.rank) if part is None else part
+    part = expected(case, seed).of_rank(worker.rank) if part is None else part
     trip = RoundTrip(buffer, case, part, up_of(worker))
     got = trip.dispatch()
     worker.synchronize()
@@ -124,7 +124,7 @@ def table(worker: Worker) -> str:
             for case in cases:
                 if not worker.comm.bcast(time.monotonic() < end):
                     break
-                part = expected(case, done).part(worker.rank)
+                part = expected(case, done).of_rank(worker.rank)
                 for kind, buffer in buffers.items():
                     poison(worker, buffer)
                     try:

@@ -26,7 +26,7 @@ from worker_soak import check_growth, memory
 
 from deepep_cupy.reference import dispatch
 from deepep_cupy.testing.compare import assert_dispatch_equal
-from deepep_cupy.testing.data import Case, Part, cases, expected, mode_cases
+from deepep_cupy.testing.data import Case, RankExpected, cases, expected, mode_cases
 from deepep_cupy.testing.round_trip import RoundTrip
 
 MOST_BYTES = 3 << 20
@@ -59,7 +59,7 @@ class Scene:
     """A case, its right answers on this rank, and those of a cached call with other rows."""
 
     case: Case
-    part: Part
+    part: RankExpected
     other_x: Any
     other: Any
 
@@ -74,7 +74,7 @@ def scene_of(worker: Worker, case: Case, seed: int) -> Scene:
         for each in want.dispatched
     ]
     other = dispatch(rows, handles=[each.handle for each in want.dispatched])
-    return Scene(case, want.part(rank), rows[rank], other[rank])
+    return Scene(case, want.of_rank(rank), rows[rank], other[rank])
 
 
 class Drawn(RoundTrip):
@@ -274,7 +274,7 @@ class Soak:
         """A graph of the calls of a case, which no host waits for."""
         worker, buffer, scene = self.worker, self.buffer, self.plan.choice(self.scenes)
         case = replace(scene.case, wait="worst")
-        parts = [expected(case, seed).part(worker.rank) for seed in (1, 2)]
+        parts = [expected(case, seed).of_rank(worker.rank) for seed in (1, 2)]
         self.compare_all()
         self.live.clear()
         trips = [Drawn(buffer, case, part, up_of(worker)) for part in (*parts, parts[0])]

@@ -66,7 +66,7 @@ def make(comm, *cases, **changes):
 def there(comm, buffer, case):
     """Dispatch a case, and judge."""
     want = expected(case, SEED)
-    trip = RoundTrip(buffer, case, want.part(comm.rank))
+    trip = RoundTrip(buffer, case, want.of_rank(comm.rank))
     got = trip.dispatch()
     trip.compare_dispatch(got)
     return trip, got.handle, want

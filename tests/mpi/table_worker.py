@@ -37,7 +37,7 @@ def main():
 def deal(comm, whole, root):
     """Give each rank its own part of what ``root`` knows."""
     if whole is not None:
-        parts = [whole.part(rank) for rank in range(comm.size)]
+        parts = [whole.of_rank(rank) for rank in range(comm.size)]
         sends = [comm.isend(parts[rank], rank) for rank in range(comm.size) if rank != root]
         while not MPI.Request.Testall(sends):
             time.sleep(0.001)
