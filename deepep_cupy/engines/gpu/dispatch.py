@@ -81,10 +81,26 @@ _WORDS = (
 
 
 _SIZES = (
-    Param("num_tokens", "u32", doc="T"),
-    Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
+    Param("num_topk", "u32", doc="K"),
+    Param("has_weights", "u32", doc="1 when weights travel (an empty array may be null)"),
+    Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
+    Param("num_experts", "u32", doc="E, 0 without topk_idx"),
+    Param("experts_per_rank", "u32", doc="E / R, at least 1"),
+    Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
+    Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
+    Param("expert_alignment", "u32", doc="at least 1: psum_expert_rows rounds counts up to it"),
+    Param("row_bytes", "u32", doc="without scales"),
+    Param("num_scales", "u32", doc="S, scales that travel with a row"),
 )
-"""Rows to send, and how widely they are read."""
+"""Sizes that are the same in all calls of a plan."""
+
+
+_KINDS = (
+    Param("dtype", "u32", doc="kDtype... (and kScales...), or 256 + itemsize"),
+    Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
+    Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
+)
+"""What else is the same in all calls of a plan."""
 
 
 _PLACES = (
@@ -98,27 +114,17 @@ _PLACES = (
 """Where what comes is put."""
 
 
-_FIXED = (
-    Param("num_topk", "u32", doc="K"),
-    Param("has_weights", "u32", doc="1 when weights travel (an empty array may be null)"),
-    Param("index_bytes", "u32", doc="4, 8, or 0 without topk_idx"),
-    Param("num_experts", "u32", doc="E, 0 without topk_idx"),
-    Param("experts_per_rank", "u32", doc="E / R, at least 1"),
-    Param("num_reported_experts", "u32", doc="E / R with topk_idx, else 0"),
-    Param("experts_offset", "u32", doc="of the experts inbox in the control block, bytes"),
-    Param("expert_alignment", "u32", doc="at least 1: psum_expert_rows rounds counts up to it"),
-    Param("row_bytes", "u32", doc="without scales"),
-    Param("num_scales", "u32", doc="S, scales that travel with a row"),
-    Param("dtype", "u32", doc="kDtype... (and kScales...), or 256 + itemsize"),
-    Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
-    Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
-)
-"""What is the same in all calls of a ready."""
-
-
 DISPATCH = Struct(
     "DispatchCommon",
-    (*_ROWS, *_WORDS, *_SIZES, *_PLACES, *_FIXED),
+    (
+        *_ROWS,
+        *_WORDS,
+        Param("num_tokens", "u32", doc="T"),
+        *_SIZES,
+        Param("access_bytes", "u32", doc="16, 4 or 1: what rows and bases are multiples of"),
+        *_KINDS,
+        *_PLACES,
+    ),
     "One rank's dispatch.",
 )
 
@@ -177,7 +183,8 @@ class _Prepared:
         wanted: Blocks of a new route: for the handle, for rows, and between them the meta block
             where anything lies in it.
         access: The widest access that ``row_bytes`` allows.
-        fixed: Fields ``_FIXED`` of ``DispatchCommon``.
+        sizes: Fields ``_SIZES`` of ``DispatchCommon``.
+        kinds: Fields ``_KINDS`` of ``DispatchCommon``.
         cast: Fields of ``Cast``, where the kernel itself can cast.
         grids: Blocks.
     """
@@ -194,7 +201,8 @@ class _Prepared:
     parts: _Meta
     wanted: tuple[tuple[int, str], ...]
     access: int
-    fixed: tuple[int, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[int, ...]
     cast: tuple[int, ...] | None
     grids: GridPlan
 
@@ -281,7 +289,8 @@ class Dispatcher:
             parts=parts,
             wanted=tuple(wanted),
             access=access_bytes(row_bytes, (), _NARROW),
-            fixed=tuple(int(fixed[field.name]) for field in _FIXED),
+            sizes=tuple(int(fixed[field.name]) for field in _SIZES),
+            kinds=tuple(int(fixed[field.name]) for field in _KINDS),
             cast=cast_on_the_way(runtime, call),
             grids=runtime.grid_plan(plan.num_sms),
         )
@@ -460,9 +469,10 @@ class Dispatcher:
                 scale_stride // 4,
                 *words,
                 tokens,
+                *ready.sizes,
                 access,
+                *ready.kinds,
                 *places,
-                *ready.fixed,
                 *cast,
             )
             op.launch(launch)
