@@ -40,8 +40,7 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     describe_refusal,
 )
-from deepep_cupy.protocol.routing import num_scales
-from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.protocol.sizes import BufferSpec, num_scales
 
 __all__ = ["ArrayImporter", "Checker"]
 

@@ -138,7 +138,7 @@ class Routing:
             received token n; -1 where the choice is no expert of this rank. None where the
             layout is not expanded.
         num_expanded_rows: Rows of ``recv_x`` in the expanded layout: the sum of the rounded
-            counts, or, where the host did not wait, ``protocol.routing.worst_expanded_rows``.
+            counts, or, where the host did not wait, ``protocol.sizes.worst_expanded_rows``.
         expert_alignment: Of the dispatch.
     """
 
@@ -277,7 +277,7 @@ class DispatchPlan(CallPlan):
         quantize: Cast the rows on their way; results as with ``scales``. Never with ``scales``.
         num_worst_tokens: ``None``: the host waits for the counts. Else the most tokens this rank
             can receive, at most R * M; the host does not wait, arrays have this many rows (in
-            the expanded layout ``protocol.routing.worst_expanded_rows``), and every rank raises
+            the expanded layout ``protocol.sizes.worst_expanded_rows``), and every rank raises
             where some rank would receive more (header word ``capacity``). May differ between
             ranks; with a routing always ``None``.
         expand: The expanded layout; equal to ``routing.expanded`` where there is a routing.
@@ -345,7 +345,7 @@ class DispatchCall:
         is_token_in_rank: ``[T, R]`` bool, or ``None``.
         routing: A cached layout, or ``None``.
         scales: ``[T, S]`` of 4-byte items (float32, int32 or uint32), any strides, or ``None``:
-            they travel bit for bit with their rows. S = ``protocol.routing.num_scales(H, packed)``.
+            they travel bit for bit with their rows. S = ``protocol.sizes.num_scales(H, packed)``.
         recv_stats: ``[El]`` int32, to which the call adds ``expert_counts`` in place when it
             ends well, or ``None``. Never with ``routing``.
         streams: Where it runs.

@@ -36,7 +36,7 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     dtype_code,
 )
-from deepep_cupy.protocol.routing import SCALE_GROUP
+from deepep_cupy.protocol.sizes import SCALE_GROUP
 
 __all__ = ["KernelShape", "kernel_constants", "shared_memory_limit"]
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepep_cupy.protocol.routing import num_scales, worst_expanded_rows
-
-__all__ = ["MAX_EXPERTS", "MAX_RANKS", "MAX_TOPK", "BufferSpec", "pool_bytes_hint"]
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_RANKS",
+    "MAX_TOPK",
+    "SCALE_GROUP",
+    "BufferSpec",
+    "num_scales",
+    "pool_bytes_hint",
+    "worst_expanded_rows",
+]
 
 MAX_RANKS = 8
 """Ranks of one node."""
@@ -14,6 +21,8 @@ MAX_TOPK = 32
 """Choices per token: one lane of a warp each."""
 MAX_EXPERTS = 1 << 20
 """Experts in all."""
+SCALE_GROUP = 128
+"""Channels of a row that share a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +104,22 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
 def _blocks(rows: int, *parts: int) -> int:
     """Bytes of one array of ``rows`` items for each part, each in a block of its own."""
     return sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)
+
+
+def num_scales(hidden: int, *, packed: bool) -> int:
+    """S, scales of a row of ``hidden`` one-byte elements: one per ``SCALE_GROUP`` channels.
+
+    Args:
+        hidden: H; the last group may be shorter.
+        packed: Four one-byte exponents (UE8M0) to a scale word.
+    """
+    groups = -(-hidden // SCALE_GROUP)
+    return -(-groups // 4) if packed else groups
+
+
+def worst_expanded_rows(
+    num_tokens: int, num_topk: int, num_local_experts: int, alignment: int
+) -> int:
+    """Rows that the expanded layout of so many received tokens can take at most."""
+    choices = num_tokens * min(num_topk, num_local_experts)
+    return choices + num_local_experts * (alignment - 1)

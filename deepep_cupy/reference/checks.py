@@ -1,4 +1,4 @@
-"""What breaks a rule of dispatch, told before anything moves."""
+"""The checks of dispatch: a broken rule is an error before anything has moved."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ __all__ = [
     "check_topk",
     "check_weights",
     "check_worst",
+    "names_an_expert_twice",
+    "names_no_expert",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -63,19 +65,30 @@ def check_topk(xs: Sequence[Array], topk_idx: Sequence[Array], num_experts: int)
         raise ValueError(f"dispatch(): wanted {len(xs)} topk_idx, one a rank, got {len(topk_idx)}")
     for rank, (x, idx) in enumerate(zip(xs, topk_idx, strict=True)):
         _check_topk_shape(idx, len(x), topk_idx[0].shape, topk_idx[0].dtype, rank)
-        bad = np.flatnonzero(((idx < -1) | (idx >= num_experts)).any(axis=1))
+        bad = np.flatnonzero(names_no_expert(idx, num_experts))
         if bad.size:
             raise ValueError(
                 f"dispatch(): topk_idx of token {bad[0]} on rank {rank} holds an expert outside "
                 f"-1..{num_experts - 1}"
             )
-        ordered = np.sort(idx, axis=1)
-        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        bad = np.flatnonzero(twice.any(axis=1))
+        bad = np.flatnonzero(names_an_expert_twice(idx))
         if bad.size:
             raise ValueError(
                 f"dispatch(): topk_idx of token {bad[0]} on rank {rank} names an expert twice"
             )
+
+
+def names_no_expert(topk_idx: Array, num_experts: int) -> Array:
+    """``[T]`` bool: tokens with an entry outside -1..E-1."""
+    outside = (topk_idx < -1) | (topk_idx >= num_experts)
+    return np.asarray(outside.any(axis=1))
+
+
+def names_an_expert_twice(topk_idx: Array) -> Array:
+    """``[T]`` bool: tokens of which two entries are the same expert."""
+    ordered = np.sort(topk_idx, axis=1)
+    equal = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    return np.asarray(equal.any(axis=1))
 
 
 def _check_topk_shape(

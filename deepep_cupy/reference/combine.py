@@ -5,7 +5,7 @@ The letters R, T, H, K, E, El and N are those of the package's docstring.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,11 +15,23 @@ import numpy.typing as npt
 
 from deepep_cupy.reference.layout import Handle
 
-__all__ = ["ADDABLE", "CombineResult", "combine"]
+__all__ = [
+    "ACCUMULATOR",
+    "ADDABLE",
+    "CombineResult",
+    "Terms",
+    "add",
+    "combine",
+    "sum_copies",
+    "weighted",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
+Terms: TypeAlias = Iterable[tuple[Array, Array]]
+"""Pairs in the order in which they are added: tokens, each at most once, and a row for each."""
+
+ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(np.float32): np.dtype(np.float32),
@@ -28,7 +40,7 @@ _ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
        for kind in ("int", "uint") for n in (1, 2, 4, 8)},
 }  # fmt: skip
 """Row dtype → the type its sum is kept in. No other dtype can be combined."""
-ADDABLE = tuple(dtype.name for dtype in _ACCUMULATOR)
+ADDABLE = tuple(dtype.name for dtype in ACCUMULATOR)
 """Names of the row dtypes that combine takes."""
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -130,10 +142,10 @@ def combine(
         _check_weights("row_weights", row_weights, handles)
     if topk_weights is not None:
         _check_weights("topk_weights", topk_weights, handles)
-    copies = [_Copies(y, handle) for y, handle in zip(ys, handles, strict=True)]
-    if row_weights is not None:
-        for copy, weight in zip(copies, row_weights, strict=True):
-            copy.weight = weight
+    copies = [
+        _Copies(y, _table(y, handle), None if row_weights is None else row_weights[rank])
+        for rank, (y, handle) in enumerate(zip(ys, handles, strict=True))
+    ]
     if expanded and reduce == "per_rank":
         copies = [copy.summed() for copy in copies]
     results = []
@@ -142,76 +154,118 @@ def combine(
         if topk_weights is not None and expanded:
             combined_weights = _gather(topk_weights, handles, handle.send_row)
         elif topk_weights is not None:
-            plain = [_Copies(weight, h) for weight, h in zip(topk_weights, handles, strict=True)]
+            plain = [_Copies(weight, _table(weight, handle)) for weight in topk_weights]
             combined_weights = _add(plain, handle.send_row, ())
         combined_x = _add(copies, handle.send_row, given[rank])
         results.append(CombineResult(combined_x, combined_weights))
     return results
 
 
+def add(
+    shape: tuple[int, int], dtype: np.dtype[Any], biases: Sequence[Array], terms: Terms
+) -> Array:
+    """Add biases, then terms, to one row per token, by the rules of ``combine``.
+
+    Args:
+        shape: ``[T, H]`` of the result.
+        dtype: Dtype of the result, of the biases and, but for ``weighted`` ones, of the terms.
+        biases: Arrays of that shape, in their order.
+        terms: The rows of some tokens each.
+    """
+    total = np.zeros(shape, ACCUMULATOR[dtype])
+    started = np.full(shape[0], bool(biases))
+    with np.errstate(all="ignore"):  # overflow, NaN and subnormal sums are ordinary results here
+        for number, bias in enumerate(biases):
+            total = total + bias.astype(total.dtype) if number else bias.astype(total.dtype)
+        for token, rows in terms:
+            exact = rows.astype(total.dtype, copy=False)
+            further = started[token]  # the first term is taken as it is: 0 + -0 would lose a sign
+            total[token[~further]] = exact[~further]
+            total[token[further]] += exact[further]
+            started[token] = True
+        return total.astype(dtype, copy=False)
+
+
+def weighted(rows: Array, weights: Array | None) -> Array:
+    """``[n, H]`` rows times ``[n]`` weights, in the accumulator; as they are without weights."""
+    if weights is None:
+        return rows
+    accumulator = ACCUMULATOR[rows.dtype]
+    with np.errstate(all="ignore"):
+        product: Array = weights[:, None].astype(accumulator) * rows.astype(accumulator)
+    return product
+
+
+def sum_copies(y: Array, expanded_row: Array, row_weights: Array | None = None) -> Array:
+    """Add one rank's copies of each received token: ``combine``'s ``reduce="per_rank"``.
+
+    Args:
+        y: ``[rows, H]`` of the expanded layout.
+        expanded_row: ``[N, K]``, of the handle.
+        row_weights: ``[rows]`` float32.
+
+    Returns:
+        ``[N, H]`` of the dtype of ``y``; +0 for a token without copies.
+    """
+    one_each = np.arange(len(expanded_row), dtype=np.int32)[:, None]
+    return _add([_Copies(y, expanded_row, row_weights)], one_each, ())
+
+
+@dataclass(frozen=True, eq=False)
 class _Copies:
-    """The rows one rank gives back: of each received token, one or more columns of copies."""
+    """The rows one rank gives back, of which each received token has some.
 
-    def __init__(self, y: Array, handle: Handle) -> None:
-        self.y = y
-        self.weight: Array | None = None
-        self.table = handle.expanded_row
-        if self.table is None:
-            self.table = np.arange(len(y), dtype=np.int32)[:, None]
+    Attributes:
+        y: ``[rows, H]``.
+        table: ``[N, columns]`` row of ``y`` of each copy of a received token; -1: no copy.
+        weights: ``[rows]``, or ``None``.
+    """
 
-    def terms(self, token: Array) -> Iterator[tuple[Array, Array]]:
+    y: Array
+    table: Array
+    weights: Array | None = None
+
+    def terms(self, received: Array) -> Iterator[tuple[Array, Array]]:
         """By column: which of these received tokens have a copy there, and those copies."""
-        assert self.table is not None
-        for column in self.table[token].T:
-            rows = column[column >= 0]
-            found = self.y[rows].astype(_ACCUMULATOR[self.y.dtype])
-            if self.weight is not None:
-                found = self.weight[rows, None].astype(found.dtype) * found
-            yield column >= 0, found
+        for column in self.table[received].T:
+            present = np.flatnonzero(column >= 0)
+            row = column[present]
+            yield (
+                present,
+                weighted(self.y[row], None if self.weights is None else self.weights[row]),
+            )
 
     def summed(self) -> _Copies:
         """One row per received token: the sum of its copies, rounded."""
-        assert self.table is not None
-        own = np.arange(len(self.table), dtype=np.int32)[:, None]
-        result = _Copies.__new__(_Copies)
-        result.y, result.weight, result.table = _add([self], own, ()), None, own
-        return result
+        y = sum_copies(self.y, self.table, self.weights)
+        return _Copies(y, np.arange(len(y), dtype=np.int32)[:, None])
+
+
+def _table(y: Array, handle: Handle) -> Array:
+    """Rows of the copies; in a layout that is not expanded, a token's one row."""
+    if handle.expanded_row is not None:
+        return handle.expanded_row
+    return np.arange(len(y), dtype=np.int32)[:, None]
 
 
 def _add(copies: Sequence[_Copies], send_row: Array, biases: Sequence[Array]) -> Array:
     """All tokens of one rank, a block of tokens at a time."""
     num_tokens, width = len(send_row), copies[0].y.shape[1]
-    dtype = copies[0].y.dtype
-    accumulator = _ACCUMULATOR[dtype]
-    out = np.empty((num_tokens, width), dtype)
+    out = np.empty((num_tokens, width), copies[0].y.dtype)
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
-    with np.errstate(all="ignore"):  # overflow, NaN and subnormal sums are ordinary results here
-        for begin in range(0, num_tokens, step):
-            block = slice(begin, begin + step)
-            total = np.zeros((len(send_row[block]), width), accumulator)
-            started = np.zeros(len(total), np.bool_)
-            for present, rows in _terms(copies, send_row[block], [bias[block] for bias in biases]):
-                rows = rows.astype(accumulator)
-                first, further = present & ~started, present & started
-                total[first] = rows[first[present]]
-                total[further] = total[further] + rows[further[present]]
-                started |= present
-            out[block] = total.astype(out.dtype)
+    for begin in range(0, num_tokens, step):
+        block = slice(begin, begin + step)
+        terms = _terms(copies, send_row[block])
+        out[block] = add(out[block].shape, out.dtype, [bias[block] for bias in biases], terms)
     return out
 
 
-def _terms(
-    copies: Sequence[_Copies], send_row: Array, biases: Sequence[Array]
-) -> Iterator[tuple[Array, Array]]:
-    """Yield the terms in their order: which tokens have one, and those tokens' rows."""
-    for bias in biases:
-        yield np.ones(len(send_row), np.bool_), bias
+def _terms(copies: Sequence[_Copies], send_row: Array) -> Iterator[tuple[Array, Array]]:
+    """The terms of some tokens in their order, rank by rank."""
     for rank, copy in enumerate(copies):
-        sent = send_row[:, rank] >= 0
-        for has, rows in copy.terms(send_row[sent, rank]):
-            present = sent.copy()
-            present[sent] = has
-            yield present, rows
+        sent = np.flatnonzero(send_row[:, rank] >= 0)
+        for present, rows in copy.terms(send_row[sent, rank]):
+            yield sent[present], rows
 
 
 def _gather(weights: Sequence[Array], handles: Sequence[Handle], send_row: Array) -> Array:
@@ -235,8 +289,8 @@ def _check(
             f"combine(): wanted one y, one handle and one sequence of biases a rank, got "
             f"{len(ys)}, {len(handles)} and {len(biases)}"
         )
-    if ys[0].dtype not in _ACCUMULATOR:
-        known = ", ".join(sorted(dtype.name for dtype in _ACCUMULATOR))
+    if ys[0].dtype not in ACCUMULATOR:
+        known = ", ".join(sorted(dtype.name for dtype in ACCUMULATOR))
         raise ValueError(f"combine(): rows of {ys[0].dtype} cannot be added; wanted one of {known}")
     if ys[0].ndim != 2:
         raise ValueError(f"combine(): y must be [rows, H], got shape {ys[0].shape} on rank 0")

@@ -19,6 +19,7 @@ from deepep_cupy.reference.layout import (
     defined_rows,
     expand,
     get_dispatch_layout,
+    local_choices,
     move,
     pad,
     place,
@@ -212,10 +213,10 @@ def dispatch(
     weights = _weights(rows, topk_idx, topk_weights, routes, local)
     results = []
     for rank, handle in enumerate(routes):
-        placed = place(recv_x[rank], handle)
+        placed = _placed(recv_x[rank], handle)
         taken: Rows = placed
         if recv_scales is not None:
-            order = place(recv_scales[rank], handle)
+            order = _placed(recv_scales[rank], handle)
             taken = (placed, order if scales_layout == "row" else np.asfortranarray(order))
         results.append(
             DispatchResult(
@@ -256,11 +257,7 @@ def _choose(
     routes = route(
         [get_dispatch_layout(idx, num_experts, num_ranks).is_token_in_rank for idx in topk_idx]
     )
-    local = []
-    for rank, idx in enumerate(move(topk_idx, routes)):
-        own = idx - num_local * rank
-        here = (idx >= 0) & (own >= 0) & (own < num_local)
-        local.append(np.where(here, own, -1).astype(idx.dtype))
+    local = [local_choices(idx, rank, num_local) for rank, idx in enumerate(move(topk_idx, routes))]
     routes = [
         count_experts(handle, own, num_local, alignment)
         for handle, own in zip(routes, local, strict=True)
@@ -292,9 +289,30 @@ def _weights(
     checks.check_weights("dispatch", topk_weights, [len(x) for x in rows], columns)
     received = move(topk_weights, routes)
     return [
-        place_weights(weight if own is None else np.where(own >= 0, weight, np.float32(0)), handle)
+        _placed_weights(
+            weight if own is None else np.where(own >= 0, weight, np.float32(0)), handle
+        )
         for weight, own, handle in zip(received, local, routes, strict=True)
     ]
+
+
+def _placed(rows: Array, handle: Handle) -> Array:
+    """Rows of the real received tokens in the handle's layout; 0 elsewhere."""
+    out = np.zeros((handle.num_rows, rows.shape[1]), rows.dtype)
+    if handle.expanded_row is None:
+        out.view(np.uint8)[: len(rows)] = rows.view(np.uint8)
+    else:
+        place(rows, handle.expanded_row, out)
+    return out
+
+
+def _placed_weights(weights: Array, handle: Handle) -> Array:
+    """Weights ``[N, K]`` in the handle's layout, expanded ``[rows]``; 0 elsewhere."""
+    if handle.expanded_row is None:
+        return _placed(weights, handle)
+    out = np.zeros(handle.num_rows, weights.dtype)
+    place_weights(weights, handle.expanded_row, out)
+    return out
 
 
 def _check_handles(rows: Sequence[Array], handles: Sequence[Handle]) -> Sequence[Handle]:

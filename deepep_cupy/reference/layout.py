@@ -19,11 +19,14 @@ __all__ = [
     "defined_rows",
     "expand",
     "get_dispatch_layout",
+    "local_choices",
     "move",
     "pad",
+    "padding_rows",
     "place",
     "place_weights",
     "route",
+    "send_rows",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -141,27 +144,49 @@ def get_dispatch_layout(topk_idx: Array, num_experts: int, num_ranks: int) -> Di
     )
 
 
+def local_choices(topk_idx: Array, rank: int, num_local: int) -> Array:
+    """``topk_idx`` as rank ``rank`` receives it: its experts numbered from 0, -1 elsewhere.
+
+    Args:
+        topk_idx: ``[tokens, K]`` global expert numbers.
+        rank: The receiver.
+        num_local: El.
+    """
+    first = rank * num_local
+    here = (topk_idx >= first) & (topk_idx < first + num_local)
+    return np.where(here, topk_idx - first, -1).astype(topk_idx.dtype)
+
+
+def send_rows(mask: Array, counts: Array, rank: int) -> Array:
+    """``[T, R]`` int32: number of each of a rank's tokens among a receiver's; -1: not sent.
+
+    Args:
+        mask: ``[T, R]`` bool, which token goes where.
+        counts: ``[R, R]``, tokens from each rank to each rank.
+        rank: The sender.
+    """
+    first_row = counts[:rank].sum(axis=0, dtype=np.int64)
+    slot = np.cumsum(mask, axis=0, dtype=np.int32) - 1
+    return np.where(mask, first_row + slot, -1).astype(np.int32)
+
+
 def route(masks: Sequence[Array]) -> list[Handle]:
     """Number the received tokens: on each receiver by (source rank, token)."""
     num_ranks = len(masks)
-    rows = np.array([mask.sum(axis=0) for mask in masks]).reshape(num_ranks, num_ranks)
-    first_row = np.cumsum(rows, axis=0) - rows  # [source, destination]
-    handles = []
-    for rank, mask in enumerate(masks):
-        slot = np.cumsum(mask, axis=0) - 1
-        handles.append(
-            Handle(
-                num_tokens=len(mask),
-                num_recv_tokens=int(rows[:, rank].sum()),
-                recv_src_idx=np.concatenate(
-                    [np.flatnonzero(source[:, rank]) for source in masks]
-                ).astype(np.int32),
-                recv_rows_per_rank=rows[:, rank].astype(np.int32),
-                send_row=np.where(mask, first_row[rank] + slot, -1).astype(np.int32),
-                num_recv_tokens_per_expert_list=[],
-            )
+    counts = np.array([mask.sum(axis=0) for mask in masks]).reshape(num_ranks, num_ranks)
+    return [
+        Handle(
+            num_tokens=len(mask),
+            num_recv_tokens=int(counts[:, rank].sum()),
+            recv_src_idx=np.concatenate(
+                [np.flatnonzero(source[:, rank]) for source in masks]
+            ).astype(np.int32),
+            recv_rows_per_rank=counts[:, rank].astype(np.int32),
+            send_row=send_rows(mask, counts, rank),
+            num_recv_tokens_per_expert_list=[],
         )
-    return handles
+        for rank, mask in enumerate(masks)
+    ]
 
 
 def count_experts(handle: Handle, local: Array, num_local: int, alignment: int) -> Handle:
@@ -200,9 +225,10 @@ def expand(handle: Handle, local: Array) -> Handle:
         raise ValueError("expand(): there are no choices to expand by")
     first_row = np.concatenate([[0], inclusive[:-1]])
     table = np.full(local.shape, -1, np.int32)
-    for expert, first in enumerate(first_row):
-        token, column = np.nonzero(local == expert)  # ascending tokens; an expert once a token
-        table[token, column] = first + np.arange(len(token))
+    token, column = np.nonzero(local >= 0)
+    by_expert = np.argsort(local[token, column], kind="stable")  # and by token: they are ascending
+    gaps = np.repeat(first_row - (np.cumsum(counts) - counts), counts)
+    table[token[by_expert], column[by_expert]] = np.arange(len(token)) + gaps
     return replace(
         handle,
         psum_num_recv_tokens_per_expert=(first_row + counts).astype(np.int32),
@@ -245,25 +271,43 @@ def move(arrays: Sequence[Array], handles: Sequence[Handle]) -> list[Array]:
     return received
 
 
-def place(rows: Array, handle: Handle) -> Array:
-    """Put the rows of the real received tokens where the layout wants them; 0 elsewhere."""
-    out = np.zeros((handle.num_rows, rows.shape[1]), rows.dtype)
-    if handle.expanded_row is None:
-        out.view(np.uint8)[: len(rows)] = rows.view(np.uint8)
-        return out
-    token, column = np.nonzero(handle.expanded_row >= 0)
-    out.view(np.uint8)[handle.expanded_row[token, column]] = rows.view(np.uint8)[token]
-    return out
+def place(rows: Array, expanded_row: Array, out: Array) -> None:
+    """Copy the row of each received token to its places in the expanded layout, as bytes.
+
+    Args:
+        rows: ``[tokens, H]``, C-contiguous, of all received tokens or of the real ones alone.
+        expanded_row: Of the handle.
+        out: ``[num_rows, H]``, C-contiguous; rows that hold no copy are left as they are.
+    """
+    token, column = np.nonzero(expanded_row >= 0)
+    out.view(np.uint8)[expanded_row[token, column]] = rows.view(np.uint8)[token]
 
 
-def place_weights(weights: Array, handle: Handle) -> Array:
-    """Weights ``[N, K]`` of the real tokens in their layout: ``[N, K]``, or expanded ``[rows]``."""
-    if handle.expanded_row is None:
-        return place(weights, handle)
-    out = np.zeros(handle.num_rows, weights.dtype)
-    token, column = np.nonzero(handle.expanded_row >= 0)
-    out[handle.expanded_row[token, column]] = weights[token, column]
-    return out
+def place_weights(weights: Array, expanded_row: Array, out: Array) -> None:
+    """Copy the weight of each choice to its place in the expanded layout.
+
+    Args:
+        weights: ``[tokens, K]``, of all received tokens or of the real ones alone.
+        expanded_row: Of the handle.
+        out: ``[num_rows]``; elements of rows that hold no copy are left as they are.
+    """
+    token, column = np.nonzero(expanded_row >= 0)
+    out[expanded_row[token, column]] = weights[token, column]
+
+
+def padding_rows(ends: Array, counts: Array, alignment: int) -> Array:
+    """Numbers of the rows that only fill up an expert's rows to a multiple of ``alignment``.
+
+    Args:
+        ends: ``[El]``, where the real rows of each expert end.
+        counts: ``[El]``, how many they are.
+        alignment: Of the dispatch.
+    """
+    gaps = [
+        np.arange(end, end + -count % alignment)
+        for end, count in zip(ends.tolist(), counts.tolist(), strict=True)
+    ]
+    return np.concatenate(gaps).astype(np.intp)
 
 
 def defined_rows(handle: Handle, *, zero_padding: bool) -> Array:
@@ -273,11 +317,8 @@ def defined_rows(handle: Handle, *, zero_padding: bool) -> Array:
         out[: handle.num_real_tokens] = True
         return out
     out[handle.expanded_row[handle.expanded_row >= 0]] = True
-    ends, counts = (
-        handle.psum_num_recv_tokens_per_expert,
-        handle.num_unaligned_recv_tokens_per_expert,
-    )
+    ends = handle.psum_num_recv_tokens_per_expert
+    counts = handle.num_unaligned_recv_tokens_per_expert
     if zero_padding and ends is not None and counts is not None:
-        for end, count in zip(ends, counts, strict=True):
-            out[end : end + -count % handle.expert_alignment] = True
+        out[padding_rows(ends, counts, handle.expert_alignment)] = True
     return out

@@ -23,8 +23,7 @@ from deepep_cupy.protocol.headers import (
     layout_word,
     verdict,
 )
-from deepep_cupy.protocol.routing import num_scales, worst_expanded_rows
-from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.protocol.sizes import BufferSpec, num_scales, worst_expanded_rows
 from flat_calls import always_checked, arguments_of
 
 R, M, H, K, E = 2, 8, 256, 3, 6

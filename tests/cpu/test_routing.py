@@ -1,10 +1,12 @@
-"""The integers of a dispatch, against loops that are too simple to be wrong."""
+"""Integers of a dispatch, which the host engine takes from the reference, against simple loops."""
 
 import numpy as np
 import pytest
 
-from deepep_cupy.protocol import routing
+from deepep_cupy.engines.host.engine import check_experts
+from deepep_cupy.engines.host.moves import rank_bounds
 from deepep_cupy.protocol.headers import RefusalCode
+from deepep_cupy.reference.layout import get_dispatch_layout, local_choices, send_rows
 
 RANKS, EXPERTS, K = 3, 12, 4
 LOCAL = EXPERTS // RANKS
@@ -21,8 +23,8 @@ def choices(seed, num_tokens, dtype):
 @pytest.mark.parametrize("num_tokens", [0, 1, 50])
 def test_mask_counts_and_local_choices(dtype, num_tokens):
     idx = choices(num_tokens, num_tokens, dtype)
-    mask = routing.mask_of_choices(idx, EXPERTS, RANKS)
-    counts = routing.count_per_expert(idx, EXPERTS)
+    layout = get_dispatch_layout(idx, EXPERTS, RANKS)
+    mask, counts = layout.is_token_in_rank, layout.num_tokens_per_expert
     assert mask.shape == (num_tokens, RANKS)
     assert counts.dtype == np.int32
     for token, row in enumerate(idx):
@@ -31,7 +33,7 @@ def test_mask_counts_and_local_choices(dtype, num_tokens):
     for expert in range(EXPERTS):
         assert counts[expert] == (idx == expert).sum()
     for rank in range(RANKS):
-        local = routing.local_choices(idx, rank, LOCAL)
+        local = local_choices(idx, rank, LOCAL)
         assert local.dtype == dtype
         for got, want in zip(local.flat, idx.flat, strict=True):
             mine = want >= 0 and want // LOCAL == rank
@@ -40,21 +42,22 @@ def test_mask_counts_and_local_choices(dtype, num_tokens):
 
 def test_entries_outside_count_for_nothing():
     idx = np.array([[EXPERTS, -2, 5, -1]])
-    assert routing.mask_of_choices(idx, EXPERTS, RANKS).tolist() == [[False, True, False]]
-    assert routing.count_per_expert(idx, EXPERTS).sum() == 1
+    layout = get_dispatch_layout(idx, EXPERTS, RANKS)
+    assert layout.is_token_in_rank.tolist() == [[False, True, False]]
+    assert layout.num_tokens_per_expert.sum() == 1
 
 
 def test_send_rows_are_the_rows_of_the_receivers():
     masks = [np.random.default_rng(rank).random((9 + rank, RANKS)) < 0.5 for rank in range(RANKS)]
     counts = np.array([mask.sum(axis=0) for mask in masks])
-    sent = [routing.send_rows(mask, counts, rank) for rank, mask in enumerate(masks)]
+    sent = [send_rows(mask, counts, rank) for rank, mask in enumerate(masks)]
     for receiver in range(RANKS):
         row = 0
         for rank, mask in enumerate(masks):
             for token in range(len(mask)):
                 assert sent[rank][token, receiver] == (row if mask[token, receiver] else -1)
                 row += mask[token, receiver]
-        assert routing.recv_offsets(counts[:, receiver])[-1] == row
+        assert rank_bounds(counts[:, receiver])[-1] == row
 
 
 @pytest.mark.parametrize(
@@ -69,17 +72,12 @@ def test_send_rows_are_the_rows_of_the_receivers():
 )
 def test_the_first_bad_token_is_found(row, code):
     idx = choices(0, 30, np.int64)
-    assert routing.check_experts(idx, EXPERTS) is None
+    assert check_experts(idx, EXPERTS) is None
     idx[21] = idx[17] = row
-    refusal = routing.check_experts(idx, EXPERTS)
+    refusal = check_experts(idx, EXPERTS)
     assert (refusal.code, refusal.value) == (code, 17)
 
 
 def test_nothing_is_allowed():
-    assert routing.check_experts(np.zeros((0, K), np.int64), EXPERTS) is None
-    assert routing.check_experts(np.full((5, K), -1), EXPERTS) is None
-
-
-@pytest.mark.parametrize(("value", "wanted"), [(0, 0), (1, 8), (8, 8), (9, 16)])
-def test_round_up(value, wanted):
-    assert routing.round_up(value, 8) == wanted
+    assert check_experts(np.zeros((0, K), np.int64), EXPERTS) is None
+    assert check_experts(np.full((5, K), -1), EXPERTS) is None

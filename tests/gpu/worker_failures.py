@@ -213,8 +213,8 @@ def raises_inside(scene: Scene) -> None:
     """Rank 1 fails in the call before it launches: the others hear of it at once."""
     worker, buffer = scene.worker, scene.buffer
     handle = scene.trip.round(buffer)
-    inside: Any = runtime(buffer) if worker.gpu else buffer._engine
-    name = "begin" if worker.gpu else "_move"
+    inside: Any = runtime(buffer) if worker.gpu else buffer._engine._mover
+    name = "begin" if worker.gpu else "move"
     worker.meet()
 
     def fail(*_: object) -> None:

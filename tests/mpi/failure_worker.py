@@ -114,15 +114,15 @@ def before_rows(name):
     """Delay rank 1 between headers and rows: the others' rows are on their way then."""
 
     def delayed(buffer):
-        engine = buffer._engine
-        real = getattr(engine, name)
+        mover = buffer._engine._mover
+        real = getattr(mover, name)
 
         def slow(*arguments, **named):
             time.sleep(2 * TIMEOUT_S)
-            setattr(engine, name, real)
+            setattr(mover, name, real)
             return real(*arguments, **named)
 
-        setattr(engine, name, slow)
+        setattr(mover, name, slow)
 
     return delayed
 
@@ -134,14 +134,14 @@ def late(comm):
 
 @scenario
 def late_rows(comm):
-    late_in(comm, before_rows("_move"), lambda buffer, trip, handle: trip.there(buffer))
+    late_in(comm, before_rows("move"), lambda buffer, trip, handle: trip.there(buffer))
 
 
 @scenario
 def late_combine(comm):
     late_in(
         comm,
-        before_rows("_bring_back"),
+        before_rows("bring_back"),
         lambda buffer, trip, handle: trip.and_back(buffer, handle),
     )
 
@@ -190,7 +190,7 @@ def late_then_close(comm):
     buffer = make(comm)
     meet(comm)
     if comm.rank == BAD:
-        before_rows("_move")(buffer)
+        before_rows("move")(buffer)
     report(lambda: trip.there(buffer))
     meet(comm)
     buffer.close()
@@ -228,7 +228,7 @@ def stopped_in_rows(comm):
     trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         if comm.rank == BAD:
-            buffer._engine._move = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+            buffer._engine._mover.move = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
         trip.there(buffer)
 
 
@@ -341,12 +341,12 @@ def out_of_memory(comm):
 
     with make(comm) as buffer:
         if comm.rank == BAD:
-            real, buffer._engine._move = buffer._engine._move, fail
+            real, buffer._engine._mover.move = buffer._engine._mover.move, fail
             try:
                 trip.there(buffer)
             except MemoryError:
                 print("SAW MemoryError", buffer.state.value)
-            buffer._engine._move = real
+            buffer._engine._mover.move = real
         else:
             report(lambda: trip.there(buffer))
         meet(comm)

@@ -4,9 +4,9 @@ tokens for few warps, more experts than are counted at once, every K, bad choice
 import numpy as np
 import pytest
 
+from deepep_cupy.engines.host.engine import check_experts
 from deepep_cupy.protocol.control_block import RECORD_HEAD, header_words
 from deepep_cupy.protocol.headers import WORDS
-from deepep_cupy.protocol.routing import check_experts
 from simulator import calls
 from simulator.calls import Routing, Ways
 from simulator.dispatches import call_dispatch

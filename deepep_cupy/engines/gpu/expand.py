@@ -15,7 +15,7 @@ from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.memory.pool import PoolExhaustedError
 from deepep_cupy.protocol.control_block import align
-from deepep_cupy.protocol.routing import worst_expanded_rows
+from deepep_cupy.protocol.sizes import worst_expanded_rows
 
 __all__ = ["COPY", "EXPAND", "expand"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepep_cupy.protocol.routing import SCALE_GROUP
+from deepep_cupy.protocol.sizes import SCALE_GROUP
 
 __all__ = ["GridPlan", "access_bytes", "cast_chunks", "local_blocks", "num_slices"]
 

@@ -17,7 +17,7 @@ from deepep_cupy.engines.gpu.grid import access_bytes, cast_chunks, local_blocks
 from deepep_cupy.engines.gpu.operation import Operation
 from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
-from deepep_cupy.protocol.routing import num_scales
+from deepep_cupy.protocol.sizes import num_scales
 
 __all__ = ["CAST", "QUANTIZE", "cast_on_the_way", "quantize", "travelling"]
 

@@ -1,14 +1,13 @@
 """The engine of a machine with no GPU: NumPy arrays, and messages between the ranks' processes.
 
 An operation has two phases. Every rank sends every other its header and its row counts, and all
-reach the same verdict. Then rows travel as one message a peer (of at most ``chunk_bytes``), each
-straight into its final place: ``recv_x`` is ordered by source rank, so that a peer's rows are one
-contiguous block of it. All waits are bounded; see ``ranks/rendezvous.py``.
+reach the same verdict. Then the rows travel (``moves.py``, ``wire.py``). What a rank does with its
+own arrays is the reference's arithmetic. All waits are bounded; see ``ranks/rendezvous.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepep_cupy.engines.calls import CombineCall, DispatchCall, Routing
-from deepep_cupy.engines.host.layout import (
+from deepep_cupy.engines.host.moves import (
     HostRouting,
-    expanded_rows,
-    expanded_weights,
-    frozen,
-    with_experts,
+    Mover,
+    gather_weights,
+    masked_weights,
+    other_ranks,
+    rank_bounds,
+    rows_of,
+    terms_of,
 )
-from deepep_cupy.engines.host.sums import add, weighted
 from deepep_cupy.engines.host.wire import CHUNK_BYTES, Wire
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
 from deepep_cupy.errors import ContractError
-from deepep_cupy.protocol import routing as plan
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     WORDS,
@@ -40,137 +40,25 @@ from deepep_cupy.protocol.headers import (
     layout_word,
     verdict,
 )
-from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.protocol.sizes import BufferSpec, worst_expanded_rows
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason
 from deepep_cupy.ranks.group import Group
 from deepep_cupy.ranks.rendezvous import Rendezvous
-from deepep_cupy.reference.quant import quantize
+from deepep_cupy.reference import get_dispatch_layout, quantize
+from deepep_cupy.reference.checks import names_an_expert_twice, names_no_expert
+from deepep_cupy.reference.combine import add, sum_copies
+from deepep_cupy.reference.layout import (
+    Handle,
+    count_experts,
+    expand,
+    local_choices,
+    padding_rows,
+    place,
+    place_weights,
+    send_rows,
+)
 
-__all__ = ["HostEngine", "HostEvent", "Mover", "gather", "others", "rows_of", "terms_of"]
-
-
-# ---------------- The host engine's messages of rows: out to the ranks they are for, and back agai
-
-
-def others(rank: int, num_ranks: int) -> list[int]:
-    """The other ranks, each rank beginning with its own successor."""
-    return [(rank + step) % num_ranks for step in range(1, num_ranks)]
-
-
-def rows_of(x: NDArray[Any], tokens: NDArray[np.intp]) -> NDArray[Any]:
-    """Rows of the tokens (ascending numbers), without a copy where that is all of them."""
-    if len(tokens) == len(x):
-        return x
-    taken: NDArray[Any] = x[tokens]
-    return taken
-
-
-class Mover:
-    """Moves arrays of rows between this rank and all others.
-
-    Args:
-        wire: Carries the messages; what is returned here is complete after its ``wait``.
-        spec: Sizes of the Buffer.
-    """
-
-    def __init__(self, wire: Wire, spec: BufferSpec) -> None:
-        self._wire = wire
-        self._rank = spec.rank
-        self._size = spec.num_ranks
-
-    def move(self, parts: list[NDArray[Any]], bounds: list[int], num_rows: int) -> NDArray[Any]:
-        """Send ``parts[r]`` to rank r, and receive everyone's part for this rank, in rank order.
-
-        Args:
-            parts: One array a rank.
-            bounds: Where each rank's rows begin in the result, and where the last end.
-            num_rows: Rows of the result; what lies behind the last part is anything.
-        """
-        rank = self._rank
-        out = np.empty((num_rows, *parts[rank].shape[1:]), parts[rank].dtype)
-        for peer in others(rank, self._size):
-            self._wire.receive(peer, out[bounds[peer] : bounds[peer + 1]])
-            self._wire.send(peer, parts[peer])
-        out[bounds[rank] : bounds[rank + 1]] = parts[rank]
-        return out
-
-    def bring_back(
-        self, x: NDArray[Any], routing: Routing, bounds: list[int], *, copies: bool
-    ) -> list[NDArray[Any]]:
-        """Send each rank its rows of ``x`` back; what each rank holds of this rank's tokens.
-
-        Args:
-            x: One row per received token, or, with ``copies``, the expanded layout's.
-            routing: Of the handle.
-            bounds: Where each rank's received tokens begin, and where the last end.
-            copies: All copies of a token, by token and then by column, instead of one row.
-        """
-        parts = []
-        for peer in range(self._size):
-            number = int((routing.send_row[:, peer] >= 0).sum())
-            if copies:
-                number = int(_columns(routing)[peer].sum())
-            parts.append(np.empty((number, *x.shape[1:]), x.dtype))
-        for peer in others(self._rank, self._size):
-            self._wire.receive(peer, parts[peer])
-            self._wire.send(peer, _share(x, routing, bounds, peer, copies=copies))
-        parts[self._rank] = _share(x, routing, bounds, self._rank, copies=copies)
-        return parts
-
-
-def terms_of(
-    routing: Routing,
-    parts: list[NDArray[Any]],
-    factors: list[NDArray[Any]] | None,
-    *,
-    copies: bool,
-) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
-    """What ``Mover.bring_back`` returned, term by term: rank by rank, then column by column.
-
-    Args:
-        routing: Of the handle.
-        parts: The rows each rank gave back.
-        factors: With ``copies``: a weight a row, or ``None``.
-        copies: As for ``Mover.bring_back``.
-    """
-    for rank, part in enumerate(parts):
-        token = np.flatnonzero(routing.send_row[:, rank] >= 0)
-        if not copies:
-            yield token, part
-            continue
-        owner, column = np.nonzero(_columns(routing)[rank])
-        product = weighted(part, None if factors is None else factors[rank])
-        for number in range(_columns(routing)[rank].shape[1]):
-            here = column == number
-            yield token[owner[here]], product[here]
-
-
-def gather(routing: Routing, weights: list[NDArray[Any]]) -> NDArray[np.float32]:
-    """Weights of copies, as ``Mover.bring_back`` returned them, each to its choice."""
-    columns = _columns(routing)
-    out = np.zeros((routing.num_tokens, columns[0].shape[1]), np.float32)
-    for rank, part in enumerate(weights):
-        token = np.flatnonzero(routing.send_row[:, rank] >= 0)
-        owner, column = np.nonzero(columns[rank])
-        out[token[owner], column] = part
-    return out
-
-
-def _share(
-    x: NDArray[Any], routing: Routing, bounds: list[int], peer: int, *, copies: bool
-) -> NDArray[Any]:
-    """The rows of ``x`` that belong to tokens of ``peer``."""
-    token = slice(bounds[peer], bounds[peer + 1])
-    if not copies or routing.expanded_row is None:
-        return x[token]
-    row = routing.expanded_row[token]
-    taken: NDArray[Any] = x[row[row >= 0]]
-    return taken
-
-
-def _columns(routing: Routing) -> tuple[NDArray[np.bool_], ...]:
-    return routing.sent_columns if isinstance(routing, HostRouting) else ()
-
+__all__ = ["HostEngine", "HostEvent", "check_experts"]
 
 _FIRST_EPOCH = 1
 
@@ -208,8 +96,7 @@ class HostEngine:
         self._spec = spec
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         self._wire = Wire(self._rendezvous, chunk_bytes)
-        mover = Mover(self._wire, spec)
-        self._move, self._bring_back = mover.move, mover.bring_back
+        self._mover = Mover(self._wire, spec)
         self._epoch = _FIRST_EPOCH
         self._generation = 0
 
@@ -258,9 +145,9 @@ class HostEngine:
 
     def get_dispatch_layout(self, topk_idx: NDArray[Any], num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
-        mask = plan.mask_of_choices(topk_idx, num_experts, self._spec.num_ranks)
+        counted = get_dispatch_layout(topk_idx, num_experts, self._spec.num_ranks)
         return DispatchLayout(
-            mask.sum(axis=0, dtype=np.int32), plan.count_per_expert(topk_idx, num_experts), mask
+            counted.num_tokens_per_rank, counted.num_tokens_per_expert, counted.is_token_in_rank
         )
 
     def empty(self, shape: Sequence[int], dtype: Any) -> NDArray[Any]:
@@ -296,19 +183,19 @@ class HostEngine:
         words = self._describe(Kind.DISPATCH, x, call.topk_weights, scales)
         if call.plan.num_worst_tokens is not None:
             words["capacity"] = call.plan.num_worst_tokens
-        mask, choices = self._ways(call, words)
+        mask, choices = self._route(call, words)
         words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.plan.expand)
         birth = self._epoch
         counts = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
 
         senders = [np.flatnonzero(column) for column in mask.T]
-        bounds = plan.recv_offsets(counts[:, self._spec.rank])
+        bounds = rank_bounds(counts[:, self._spec.rank])
         num_rows = bounds[-1] if call.plan.num_worst_tokens is None else call.plan.num_worst_tokens
         if call.routing is not None:
             num_rows = call.routing.num_recv_tokens
 
         def move(parts: list[NDArray[Any]]) -> NDArray[Any]:
-            return self._move(parts, bounds, num_rows)
+            return self._mover.move(parts, bounds, num_rows)
 
         local = move(choices) if choices is not None else None
         recv_x = move([rows_of(x, token) for token in senders])
@@ -317,46 +204,40 @@ class HostEngine:
         if scales is not None:
             recv_scales = move([rows_of(scales, token) for token in senders])
         if call.topk_weights is not None:
-            recv_weights = move(_weights(call.topk_weights, senders, choices))
+            recv_weights = move(masked_weights(call.topk_weights, senders, choices))
         if call.routing is None:
             src_idx = move([token.astype(np.int32) for token in senders])
         self._wire.wait("dispatch", "rows")
         for array, nothing in ((src_idx, -1), (local, -1), (recv_weights, 0)):
             if array is not None:
                 array[bounds[-1] :] = nothing
-        routing = call.routing
-        if routing is None:
-            made = HostRouting(
-                num_tokens=len(x),
-                num_recv_tokens=num_rows,
-                recv_src_idx=frozen(src_idx),
-                recv_rows_per_rank=frozen(counts[:, self._spec.rank].astype(np.int32)),
-                send_row=frozen(plan.send_rows(mask, counts, self._spec.rank)),
-                birth=birth,
-                waited=call.plan.num_worst_tokens is None,
-                psum_recv_rows=frozen(np.array(bounds[1:], np.int32)),
-            )
-            routing = self._with_choices(call, made, choices, local)
-        return self._laid_out(call, routing, recv_x, recv_scales, recv_weights, local)
-
-    def _with_choices(
-        self,
-        call: DispatchCall,
-        routing: HostRouting,
-        choices: list[NDArray[Any]] | None,
-        local: NDArray[Any] | None,
-    ) -> HostRouting:
-        if choices is None or local is None:
-            return routing
-        routing = with_experts(routing, local, self._spec.num_local_experts, call)
+        if call.routing is not None:
+            return self._output(call, call.routing, recv_x, recv_scales, recv_weights)
+        handle = Handle(
+            num_tokens=len(x),
+            num_recv_tokens=num_rows,
+            recv_src_idx=src_idx,
+            recv_rows_per_rank=counts[:, self._spec.rank].astype(np.int32),
+            send_row=send_rows(mask, counts, self._spec.rank),
+            num_recv_tokens_per_expert_list=[],
+        )
+        if local is not None:
+            handle = self._count(call, handle, local)
+        routing = HostRouting.of(handle, bounds, birth, waited=call.plan.num_worst_tokens is None)
+        if choices is not None and call.plan.expand:
+            sent_columns = tuple(chosen >= 0 for chosen in choices)
+            routing = replace(routing, sent_columns=sent_columns)
+        output = self._output(call, routing, recv_x, recv_scales, recv_weights)
         if not call.plan.expand:
-            return routing
-        return replace(routing, sent_columns=tuple(frozen(chosen >= 0) for chosen in choices))
+            output.recv_topk_idx = local
+        if routing.waited:
+            output.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert_list
+        return output
 
-    def _ways(
+    def _route(
         self, call: DispatchCall, words: dict[str, int]
     ) -> tuple[NDArray[np.bool_], list[NDArray[Any]] | None]:
-        """Which token goes where, and what each rank gets to know of its choices."""
+        """Which token goes where, and the choices that each rank receives with its tokens."""
         spec, topk_idx = self._spec, call.topk_idx
         if call.routing is not None:
             words |= {"layout": Layout.CACHED, "birth": call.routing.birth}
@@ -367,46 +248,53 @@ class HostEngine:
         words |= {"layout": Layout.TOPK, "num_topk": topk_idx.shape[1]}
         words["index_bytes"] = topk_idx.itemsize
         num_experts = spec.num_experts or 0
-        refusal = plan.check_experts(topk_idx, num_experts)
+        refusal = check_experts(topk_idx, num_experts)
         if refusal is not None:
             words |= {"refusal": refusal.code, "refusal_value": refusal.value}
-        mask = plan.mask_of_choices(topk_idx, num_experts, spec.num_ranks)
+        mask = get_dispatch_layout(topk_idx, num_experts, spec.num_ranks).is_token_in_rank
         choices = [
-            plan.local_choices(topk_idx[column], rank, spec.num_local_experts)
+            local_choices(topk_idx[column], rank, spec.num_local_experts)
             for rank, column in enumerate(mask.T)
         ]
         return mask, choices
 
-    def _laid_out(
+    def _count(self, call: DispatchCall, handle: Handle, local: NDArray[Any]) -> Handle:
+        """Add the counts per expert and, in the expanded layout, the rows of the copies."""
+        num_local, unit = self._spec.num_local_experts, call.plan.expert_alignment
+        handle = count_experts(handle, local, num_local, unit)
+        if not call.plan.expand:
+            return handle
+        handle = expand(handle, local)
+        if call.plan.num_worst_tokens is None:
+            return handle
+        most = worst_expanded_rows(len(local), local.shape[1], num_local, unit)
+        return replace(handle, num_expanded_tokens=most)
+
+    def _output(
         self,
         call: DispatchCall,
         routing: Routing,
         rows: NDArray[Any],
         scales: NDArray[Any] | None,
         weights: NDArray[Any] | None,
-        local: NDArray[Any] | None,
     ) -> DispatchOutput:
-        """Turn what came of the received tokens into the layout of the call."""
+        """The result, from what came with the received tokens, in the layout of the call."""
         if routing.expanded:
             zero = call.plan.zero_padding
-            rows = expanded_rows(routing, rows, zero_padding=zero)
+            rows = _expanded(rows, routing, place, zero_padding=zero)
             if scales is not None:
-                scales = expanded_rows(routing, scales, zero_padding=zero)
+                scales = _expanded(scales, routing, place, zero_padding=zero)
             if weights is not None:
-                weights = expanded_weights(routing, weights, zero_padding=zero)
+                weights = _expanded(weights, routing, place_weights, zero_padding=zero)
         if scales is not None and call.plan.scales_layout == "column":
             scales = np.asfortranarray(scales)
         if call.recv_stats is not None:
             call.recv_stats[...] += routing.expert_counts
-        per_expert: list[int] = []
-        if call.routing is None and routing.waited and routing.expert_counts is not None:
-            unit = call.plan.expert_alignment
-            per_expert = [plan.round_up(int(count), unit) for count in routing.expert_counts]
         return DispatchOutput(
             recv_x=rows,
-            recv_topk_idx=None if routing.expanded else local,
+            recv_topk_idx=None,
             recv_topk_weights=weights,
-            num_recv_tokens_per_expert=per_expert,
+            num_recv_tokens_per_expert=[],
             routing=routing,
             recv_scales=scales,
             event=HostEvent() if call.streams.async_finish else None,
@@ -426,19 +314,20 @@ class HostEngine:
             | LayoutFlag.PER_RANK * (routing.expanded and not exact)
             | LayoutFlag.ROW_WEIGHTS * (call.row_weights is not None)
         )
-        bounds = plan.recv_offsets(routing.recv_rows_per_rank)
+        bounds = rank_bounds(routing.recv_rows_per_rank)
         self._agree("combine", words, np.diff(bounds))
 
         rows, row_weights = call.x, call.row_weights
         if routing.expanded and not exact:
-            rows, row_weights = self._own_sums(call, bounds[-1]), None
-        back = self._bring_back(rows, routing, bounds, copies=exact)
+            real = routing.expanded_row[: bounds[-1]]  # type: ignore[index]
+            rows, row_weights = sum_copies(rows, real, row_weights), None
+        back = self._mover.bring_back(rows, routing, bounds, copies=exact)
         factors = weights = None
         if row_weights is not None:
-            factors = self._bring_back(row_weights, routing, bounds, copies=True)
+            factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
         if call.topk_weights is not None:
             copies = routing.expanded
-            weights = self._bring_back(call.topk_weights, routing, bounds, copies=copies)
+            weights = self._mover.bring_back(call.topk_weights, routing, bounds, copies=copies)
         self._wire.wait("combine", "rows")
         shape = (routing.num_tokens, call.x.shape[1])
         combined_x = add(shape, dtype, call.biases, terms_of(routing, back, factors, copies=exact))
@@ -447,7 +336,7 @@ class HostEngine:
             combined_x = call.out
         combined_weights = None
         if weights is not None and routing.expanded:
-            combined_weights = gather(routing, weights)
+            combined_weights = gather_weights(routing, weights)
         elif weights is not None and call.topk_weights is not None:
             shape = (routing.num_tokens, call.topk_weights.shape[1])
             terms = terms_of(routing, weights, None, copies=False)
@@ -466,16 +355,6 @@ class HostEngine:
                 f"combine(): argument 'out' must {why}, on rank {self._spec.rank}.",
                 Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("out")),
             )
-
-    def _own_sums(self, call: CombineCall, num_real: int) -> NDArray[Any]:
-        """The sum of this rank's copies of each received token, rounded."""
-        terms = []
-        for column in call.routing.expanded_row[:num_real].T:  # type: ignore[index]
-            token = np.flatnonzero(column >= 0)
-            row = column[token]
-            factor = None if call.row_weights is None else call.row_weights[row]
-            terms.append((token, weighted(call.x[row], factor)))
-        return add((num_real, call.x.shape[1]), call.x.dtype, (), terms)
 
     # ------------------------------------------------------------------------------- headers
 
@@ -520,7 +399,7 @@ class HostEngine:
         mine[0] = self._epoch
         mine[1:num_words] = [int(words.get(word, 0)) for word in WORDS]
         mine[num_words:] = counts
-        for peer in self._peers():
+        for peer in other_ranks(spec.rank, spec.num_ranks):
             self._wire.receive(peer, headers[peer])
             self._wire.send(peer, mine)
         self._wire.wait(operation, "the header")
@@ -537,10 +416,6 @@ class HostEngine:
             raise ContractError(wrong)
         counts_of: NDArray[np.int64] = headers[:, num_words:]
         return counts_of
-
-    def _peers(self) -> list[int]:
-        """The other ranks, each rank beginning with its own successor."""
-        return others(self._spec.rank, self._spec.num_ranks)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -574,14 +449,46 @@ class HostEngine:
         self._wire.drain(operation, everyone[:, 2 + self._spec.rank], self._generation)
 
 
-def _weights(
-    topk_weights: NDArray[Any], senders: list[NDArray[Any]], choices: list[NDArray[Any]] | None
-) -> list[NDArray[Any]]:
-    """Weights for each rank: those of its experts, or all where no choices travel with them."""
-    sent = [rows_of(topk_weights, token) for token in senders]
-    if choices is None:
-        return sent
-    return [
-        np.where(chosen >= 0, weights, np.float32(0))
-        for chosen, weights in zip(choices, sent, strict=True)
-    ]
+def _expanded(
+    received: NDArray[Any],
+    routing: Routing,
+    put: Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None],
+    *,
+    zero_padding: bool,
+) -> NDArray[Any]:
+    """What came with the received tokens, in the expanded layout.
+
+    Args:
+        received: Rows ``[N, H]``, or weights ``[N, K]``.
+        routing: Of the call.
+        put: ``place`` for rows, ``place_weights`` for weights.
+        zero_padding: Whether rows that fill up an expert's rows are 0; else they are undefined.
+    """
+    table, ends, counts = routing.expanded_row, routing.psum_expert_rows, routing.expert_counts
+    assert table is not None and ends is not None and counts is not None  # noqa: PT018
+    width = received.shape[1:] if put is place else ()
+    out = np.empty((routing.num_rows, *width), received.dtype)
+    put(received, table, out)
+    if zero_padding:
+        out[padding_rows(ends, counts, routing.expert_alignment)] = np.zeros((), out.dtype)
+    return out
+
+
+def check_experts(topk_idx: NDArray[np.integer], num_experts: int) -> Refusal | None:
+    """The refusal of a dispatch with such choices.
+
+    Args:
+        topk_idx: ``[T, K]``; -1 stands for no choice.
+        num_experts: E.
+
+    Returns:
+        ``EXPERT_OUT_OF_RANGE`` (outside -1..E-1) before ``DUPLICATE_EXPERT``, each with the first
+        such token; ``None`` where all is well.
+    """
+    wrong = names_no_expert(topk_idx, num_experts)
+    if wrong.any():
+        return Refusal(RefusalCode.EXPERT_OUT_OF_RANGE, int(np.argmax(wrong)))
+    wrong = names_an_expert_twice(topk_idx)
+    if wrong.any():
+        return Refusal(RefusalCode.DUPLICATE_EXPERT, int(np.argmax(wrong)))
+    return None
