@@ -144,16 +144,16 @@ _WAYS = {"dispatch": ("there",), "combine": ("back",), "roundtrip": ("there", "b
 
 
 def ceilings_of(
-    load: Workload, modes: Iterable[Mode], kernel: CeilingKernel, meter: Meter, step: Step
+    workload: Workload, modes: Iterable[Mode], kernel: CeilingKernel, meter: Meter, step: Step
 ) -> tuple[list[Measurement], Rates]:
-    """The bare copies for these modes, at the SMs of the load's Buffer. Collective."""
-    bench, rates = load.bench, Rates()
+    """Time bare copies of what these modes move, with the SMs of the Buffer. Collective."""
+    bench, rates = workload.bench, Rates()
     found: list[Measurement] = []
     modes = list(modes)
     ways = [way for way in ("there", "back") if any(way in _WAYS[mode.operation] for mode in modes)]
     sizes = sorted({bench.shape.row_bytes(mode) for mode in modes}, reverse=True)
     for way, size in ((way, size) for way in ways for size in sizes):
-        traffic = load.traffic if way == "there" else load.traffic.reversed
+        traffic = workload.traffic if way == "there" else workload.traffic.reversed
         region, sms = bench.runtime.memory.region, bench.num_sms or 1
         ceiling = Ceiling(kernel, bench.ranks.comm, bench.buffer, region, traffic, size, sms)
         ceiling.check()
@@ -169,7 +169,7 @@ def ceilings_of(
                     kind="ceiling",
                     operation=modes[0].operation,
                     num_sms=bench.num_sms,
-                    num_tokens=load.num_tokens,
+                    num_tokens=workload.num_tokens,
                     us=us,
                     wire_bytes=0 if name == "local" else nbytes,
                     logical_bytes=nbytes if name == "local" else 0,
@@ -195,25 +195,25 @@ class Bytes:
     local: int
 
 
-def bytes_of(load: Workload, mode: Mode) -> dict[str, Bytes]:
+def bytes_of(workload: Workload, mode: Mode) -> dict[str, Bytes]:
     """What a call of this mode moves on the way ``there``, on the way ``back``, or on both.
 
     Bytes within a GPU count where they may bound the call: where nothing crosses a link, and in
     the expanded layout, whose rows are written (dispatch), or read and their sums written
     (combine), by the receiver.
     """
-    size = load.bench.shape.row_bytes(mode)
+    size = workload.bench.shape.row_bytes(mode)
     found = {}
     for way in _WAYS[mode.operation]:
         exact = mode.operation == "combine" and "expand" in mode.features
-        rows = load.choices if exact else load.traffic
+        rows = workload.choices if exact else workload.traffic
         wire = (rows if way == "there" else rows.reversed).wire_rows * size
         logical = (rows if way == "there" else rows.reversed).logical_rows * size
         local = 0
         if mode.expanded and not exact:
-            local = load.choices.logical_rows * size
+            local = workload.choices.logical_rows * size
             if way == "back":
-                local = (local + load.traffic.logical_rows * size) // 2
+                local = (local + workload.traffic.logical_rows * size) // 2
             else:
                 logical = local
         elif wire == 0:
@@ -238,28 +238,28 @@ def floor_of(moved: dict[str, Bytes], rates: Rates, size: int) -> float | None:
 
 
 def measure_workload(
-    load: Workload, modes: Iterable[Mode], meter: Meter, rates: Rates, step: Step
+    workload: Workload, modes: Iterable[Mode], meter: Meter, rates: Rates, step: Step
 ) -> list[Measurement]:
-    """The calls of these modes, each checked before and after. Collective."""
-    bench, found = load.bench, []
+    """Time the calls of these modes, each checked before and after. Collective."""
+    bench, found = workload.bench, []
     for mode in modes:
         step(f"{mode.operation} {mode.name}")
-        call, barrier = load.prepare(mode), bench.buffer.barrier
-        load.check(mode, call())
+        call, barrier = workload.prepare(mode), bench.buffer.barrier
+        workload.check(mode, call())
         us = meter.events(call, barrier)
         graph_us, note = 0.0, ""
         if mode.capturable and bench.ranks.gpu:
-            graph_us, note = meter.graph(call, barrier, graph_calls(mode, load.num_tokens))
+            graph_us, note = meter.graph(call, barrier, graph_calls(mode, workload.num_tokens))
         host_us = meter.host(call) if bench.ranks.gpu else None
-        load.check(mode, call())
-        moved = bytes_of(load, mode)
+        workload.check(mode, call())
+        moved = bytes_of(workload, mode)
         found.append(
             Measurement(
                 what=mode.name,
                 kind="call",
                 operation=mode.operation,
                 num_sms=bench.num_sms,
-                num_tokens=load.num_tokens,
+                num_tokens=workload.num_tokens,
                 us=us,
                 graph_us=graph_us or None,
                 host_us=host_us,
@@ -273,18 +273,18 @@ def measure_workload(
 
 
 def measure_nccl(
-    load: Workload, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
+    workload: Workload, operation: str, connection: Any, meter: Meter, rates: Rates, step: Step
 ) -> Measurement:
-    """The rows of the load moved by NCCL, checked before. Collective."""
-    bench, ranks = load.bench, load.ranks
+    """The rows of the workload moved by NCCL, checked before. Collective."""
+    bench, ranks = workload.bench, workload.ranks
     step("NCCL")
-    routes = Routes(ranks.down(load.handle.send_row), load.traffic, ranks.rank)
-    exchange = NcclExchange(connection, load.x, routes)
-    load.check_rows("NCCL", exchange.dispatch())
-    load.check_sums("NCCL", exchange.combine(load.inside))
+    routes = Routes(ranks.down(workload.handle.send_row), workload.traffic, ranks.rank)
+    exchange = NcclExchange(connection, workload.x, routes)
+    workload.check_rows("NCCL", exchange.dispatch())
+    workload.check_sums("NCCL", exchange.combine(workload.inside))
     calls: dict[str, tuple[str, Callable[[], Any]]] = {
         "dispatch": ("NCCL: pack, send/recv", exchange.dispatch),
-        "combine": ("NCCL: send/recv, scatter", lambda: exchange.combine(load.inside)),
+        "combine": ("NCCL: send/recv, scatter", lambda: exchange.combine(workload.inside)),
         "roundtrip": (
             "NCCL: pack, send/recv, scatter",
             lambda: exchange.combine(exchange.dispatch()),
@@ -293,13 +293,13 @@ def measure_nccl(
     what, call = calls[operation]
     us = meter.events(call, bench.buffer.barrier)
     base = "pool" if operation == "combine" else "cached"
-    moved = bytes_of(load, Mode(operation, base))
+    moved = bytes_of(workload, Mode(operation, base))
     return Measurement(
         what=what,
         kind="baseline",
         operation=operation,
         num_sms=None,
-        num_tokens=load.num_tokens,
+        num_tokens=workload.num_tokens,
         us=us,
         host_us=meter.host(call),
         wire_bytes=sum(each.wire for each in moved.values()),

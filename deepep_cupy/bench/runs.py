@@ -177,15 +177,15 @@ class OperationBench:
         session: Session, bench: Bench, modes: list[Mode], steps: Steps, *, with_nccl: bool
     ) -> None:
         """Measure everything on one Buffer: ceilings, calls and, once, NCCL."""
-        load, rows = Workload(bench, session.shape.num_tokens), session.report.rows
+        workload, rows = Workload(bench, session.shape.num_tokens), session.report.rows
         rates: Rates = {}
         if session.kernel is not None:
-            found, rates = ceilings_of(load, modes, session.kernel, session.meter, steps)
+            found, rates = ceilings_of(workload, modes, session.kernel, session.meter, steps)
             rows += found
-        rows += measure_workload(load, modes, session.meter, rates, steps)
+        rows += measure_workload(workload, modes, session.meter, rates, steps)
         if with_nccl and session.connection is not None:
             operation, connection = modes[0].operation, session.connection
-            rows.append(measure_nccl(load, operation, connection, session.meter, rates, steps))
+            rows.append(measure_nccl(workload, operation, connection, session.meter, rates, steps))
 
 
 class LatencyBench:
@@ -233,10 +233,10 @@ class LatencyBench:
         session: Session, bench: Bench, tokens: int, modes: list[Mode], steps: Steps
     ) -> None:
         """Measure everything for one number of tokens: calls and NCCL."""
-        load, rows = Workload(bench, tokens), session.report.rows
-        rows += measure_workload(load, modes, session.meter, {}, steps)
+        workload, rows = Workload(bench, tokens), session.report.rows
+        rows += measure_workload(workload, modes, session.meter, {}, steps)
         if session.connection is None:
             return
         for operation in dict.fromkeys(mode.operation for mode in modes):
             connection = session.connection
-            rows.append(measure_nccl(load, operation, connection, session.meter, {}, steps))
+            rows.append(measure_nccl(workload, operation, connection, session.meter, {}, steps))

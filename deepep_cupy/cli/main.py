@@ -1,6 +1,6 @@
 """Find the command, import its module, run it.
 
-A command is a module of this folder with two functions::
+A command is a module of this folder, or ``command.py`` of a room of its own, with two functions::
 
     def add_arguments(parser: argparse.ArgumentParser) -> None: ...
     def run(args: argparse.Namespace) -> int: ...          # the exit code

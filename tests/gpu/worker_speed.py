@@ -51,11 +51,11 @@ class Speed:
                 self.meter = Meter(ranks, self.repeats)
                 self.kernel = CeilingKernel(ranks.comm, ranks.device) if ranks.gpu else None
             modes, _ = available(wanted, bench.engine_modes, shape.dtype)
-            load, rows, rates = Workload(bench, tokens), [], {}
+            workload, rows, rates = Workload(bench, tokens), [], {}
             if ceilings and self.kernel is not None:
-                rows, rates = ceilings_of(load, modes, self.kernel, self.meter, _quietly)
-            rows += measure_workload(load, modes, self.meter, rates, _quietly)
-            del load  # its rows lie in the Buffer's memory
+                rows, rates = ceilings_of(workload, modes, self.kernel, self.meter, _quietly)
+            rows += measure_workload(workload, modes, self.meter, rates, _quietly)
+            del workload  # its rows lie in the Buffer's memory
         return rows
 
 
