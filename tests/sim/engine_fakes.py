@@ -27,15 +27,16 @@ class Array:
 
 
 class Turn:
-    """A turn whose memory is that of one simulated rank.
+    """An operation whose memory is that of one simulated rank.
 
     Args:
         space: Number of bytes -> address of memory that kernels write.
         pool: Whether the pool has room.
+        place: (array, label) -> offset where the peers find it.
     """
 
-    def __init__(self, space, pool=True):
-        self._space, self._pool = space, pool
+    def __init__(self, space, pool=True, place=None):
+        self._space, self._pool, self.place = space, pool, place
         self.stream = SimpleNamespace(ptr=0)
         self.staged = []
 
@@ -47,6 +48,9 @@ class Turn:
         if not self._pool:
             raise PoolExhaustedError("no room")
         return [SimpleNamespace(nbytes=nbytes, label=label) for nbytes, label in wanted]
+
+    def launch(self, launch):
+        launch()
 
 
 class Launch:

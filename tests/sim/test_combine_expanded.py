@@ -116,9 +116,6 @@ class Story:
         core = SimpleNamespace(
             kernels=SimpleNamespace(get=get),
             grid_plan=lambda num_sms: SimpleNamespace(combine=lambda tokens: grid),
-            place=lambda array, turn, label: self.in_pool(rank, call, array.host),
-            launched=lambda turn: None,
-            serial=call.serial,
         )
         routing = SimpleNamespace(
             num_tokens=tokens,
@@ -140,7 +137,7 @@ class Story:
                 tuple(array(bias) for bias in self.biases[rank]),
                 row_weights=array(self.row_weights[rank]) if self.weighted else None,
             ),
-            Turn(None),
+            Turn(None, place=lambda array, label: self.in_pool(rank, call, array.host)),
             Array(local(out), (tokens, self.hidden), self.dtype),
             None if self.weights is None else Array(local(out_weights), (tokens, self.topk), "f4"),
         )
