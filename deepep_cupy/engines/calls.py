@@ -106,8 +106,7 @@ class Quantization:
     use_ue8m0: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
+class Routing(Protocol):
     """Who sent what where in one dispatch: all that a handle keeps.
 
     A rank's *received tokens* are numbered 0..N-1 by (source rank, source token). The rows of
@@ -117,54 +116,87 @@ class Routing:
 
     Where the host did not wait, N stands for the worst case in all shapes (``waited`` is False),
     and the entries behind the real ones are -1.
-
-    Attributes:
-        num_tokens: T, tokens this rank sent.
-        num_recv_tokens: N, tokens this rank received, or ``num_worst_tokens``.
-        recv_src_idx: ``[N]`` int32, token number on its source rank.
-        recv_rows_per_rank: ``[R]`` int32, tokens received from each rank.
-        send_row: ``[T, R]`` int32, number of token t among rank r's received tokens; -1: not
-            sent.
-        birth: The epoch of the dispatch; an int on the host, a device word on GPUs.
-        waited: Whether the host waited for the counts, so that N is the real number.
-        psum_recv_rows: ``[R]`` int32, inclusive sums of ``recv_rows_per_rank``; the last entry
-            is the real number of received tokens. None on an engine without ``no_wait``.
-        expert_counts: ``[El]`` int32, received tokens that chose each local expert; None without
-            choices, and on an engine without ``expert_counts``.
-        psum_expert_rows: ``[El]`` int32. Expanded: first row of the expert plus
-            ``expert_counts``. Else inclusive sums of the counts, each rounded up to
-            ``expert_alignment``. None where ``expert_counts`` is.
-        expanded_row: ``[N, K]`` int32, row of ``recv_x`` that holds the copy for choice k of
-            received token n; -1 where the choice is no expert of this rank. None where the
-            layout is not expanded.
-        num_expanded_rows: Rows of ``recv_x`` in the expanded layout: the sum of the rounded
-            counts, or, where the host did not wait, ``protocol.sizes.worst_expanded_rows``.
-        expert_alignment: Of the dispatch.
     """
 
-    num_tokens: int
-    num_recv_tokens: int
-    recv_src_idx: Array
-    recv_rows_per_rank: Array
-    send_row: Array
-    birth: Any
-    waited: bool = True
-    psum_recv_rows: Array | None = None
-    expert_counts: Array | None = None
-    psum_expert_rows: Array | None = None
-    expanded_row: Array | None = None
-    num_expanded_rows: int = 0
-    expert_alignment: int = 1
+    @property
+    def num_tokens(self) -> int:
+        """T, tokens this rank sent."""
+        ...
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """N, tokens this rank received, or ``num_worst_tokens``."""
+        ...
+
+    @property
+    def waited(self) -> bool:
+        """Whether the host waited for the counts, so that N is the real number."""
+        ...
+
+    @property
+    def recv_src_idx(self) -> Array:
+        """``[N]`` int32, token number on its source rank."""
+        ...
+
+    @property
+    def recv_rows_per_rank(self) -> Array:
+        """``[R]`` int32, tokens received from each rank."""
+        ...
+
+    @property
+    def send_row(self) -> Array:
+        """``[T, R]`` int32, number of token t among rank r's received tokens; -1: not sent."""
+        ...
+
+    @property
+    def birth(self) -> Any:
+        """The epoch of the dispatch; an int on the host, a device word on GPUs."""
+        ...
+
+    @property
+    def psum_recv_rows(self) -> Array | None:
+        """``[R]`` int32, inclusive sums of ``recv_rows_per_rank``; the last entry is the real
+        number of received tokens."""
+        ...
+
+    @property
+    def expert_counts(self) -> Array | None:
+        """``[El]`` int32, received tokens that chose each local expert; None without choices."""
+        ...
+
+    @property
+    def psum_expert_rows(self) -> Array | None:
+        """``[El]`` int32, None where ``expert_counts`` is. Expanded: first row of the expert plus
+        ``expert_counts``. Else inclusive sums of the counts, each rounded up to
+        ``expert_alignment``."""
+        ...
+
+    @property
+    def expanded_row(self) -> Array | None:
+        """``[N, K]`` int32, row of ``recv_x`` that holds the copy for choice k of received token
+        n; -1 where the choice is no expert of this rank. None where the layout is not expanded."""
+        ...
+
+    @property
+    def num_expanded_rows(self) -> int:
+        """Rows of ``recv_x`` in the expanded layout: the sum of the rounded counts, or, where the
+        host did not wait, ``protocol.sizes.worst_expanded_rows``."""
+        ...
+
+    @property
+    def expert_alignment(self) -> int:
+        """Of the dispatch."""
+        ...
 
     @property
     def expanded(self) -> bool:
         """Whether ``recv_x`` has a row per (token, local expert)."""
-        return self.expanded_row is not None
+        ...
 
     @property
     def num_rows(self) -> int:
         """Rows of ``recv_x``, and of the ``x`` that combine takes."""
-        return self.num_expanded_rows if self.expanded else self.num_recv_tokens
+        ...
 
 
 @dataclass(frozen=True)

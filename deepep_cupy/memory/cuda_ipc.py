@@ -17,7 +17,7 @@ from deepep_cupy.memory.pool import Pool
 from deepep_cupy.memory.region import MemoryCallError, SymmetricRegion
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["CudaMemory", "CupyEvents", "PoolArrays", "device_uuid", "open_region"]
+__all__ = ["CudaMemory", "CupyEvents", "PoolArrays", "Recorded", "device_uuid", "open_region"]
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
@@ -149,20 +149,20 @@ class CupyEvents:
         self._error: type[Exception] = cuda.runtime.CUDARuntimeError
         self._spare: deque[Any] = deque()
 
-    def record(self, stream: Any) -> _Recorded:
+    def record(self, stream: Any) -> Recorded:
         """See ``EventSource``."""
         event = self._spare.pop() if self._spare else self._new(disable_timing=True)
         event.record(stream)
-        return _Recorded(event, self._spare)
+        return Recorded(event, self._spare)
 
-    def query(self, event: _Recorded) -> bool:
+    def query(self, event: Recorded) -> bool:
         """See ``EventSource``. Raises what an earlier kernel's fault has left."""
         status = self._runtime.eventQuery(event.event.ptr)
         if status not in (0, _NOT_READY):
             raise self._error(status)
         return bool(status == 0)
 
-    def wait(self, stream: Any, event: _Recorded) -> None:
+    def wait(self, stream: Any, event: Recorded) -> None:
         """See ``EventSource``."""
         stream.wait_event(event.event)
 
@@ -181,7 +181,7 @@ class CupyEvents:
         return int(number) if status == driver.CUresult.CUDA_SUCCESS else -1
 
 
-class _Recorded:
+class Recorded:
     """An event in use; its death hands it on instead of destroying it, in whatever thread."""
 
     __slots__ = ("_spare", "event")

@@ -7,7 +7,8 @@ import pytest
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, resolve_dtype
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.engines.calls import CombineArguments, Routing, Signature
+from deepep_cupy.engines.calls import CombineArguments, Signature
+from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import ARGUMENTS, Layout, RefusalCode
@@ -44,7 +45,7 @@ def checker():
 
 def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
     nothing = np.zeros(0, np.int32)
-    routing = Routing(num_tokens, rows, nothing, nothing, nothing, 1)
+    routing = HostRouting(num_tokens, rows, nothing, nothing, nothing, 1)
     signature = Signature(buffer, R, num_tokens, num_topk, E, layout)
     return DispatchHandle(routing, [3, 2, 0], signature)
 

@@ -19,9 +19,9 @@ from deepep_cupy.engines.calls import (
     CombineOptions,
     DispatchArguments,
     DispatchOptions,
-    Routing,
     Signature,
 )
+from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import Layout
@@ -73,7 +73,7 @@ def cache(look=None):
 
 def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
     nothing = np.zeros(0, np.int32)
-    routing = Routing(
+    routing = HostRouting(
         num_tokens=tokens,
         num_recv_tokens=rows,
         recv_src_idx=nothing,
@@ -251,7 +251,7 @@ def described(value):
         return type(value), [described(each) for each in value]
     if isinstance(value, np.ndarray):
         return value.ctypes.data, value.shape, value.strides, value.dtype
-    if isinstance(value, Routing | Past):
+    if isinstance(value, HostRouting | Past):
         return id(value)
     return type(value), value
 

@@ -7,8 +7,9 @@ import pytest
 from deepep_cupy import Buffer, Config, EventOverlap
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.engines.calls import Quantization, Routing, Signature
+from deepep_cupy.engines.calls import Quantization, Signature
 from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import (
@@ -66,7 +67,7 @@ class Past:
 
 def handle(expanded=False, waited=True, alignment=4):
     nothing = np.zeros(0, np.int32)
-    routing = Routing(
+    routing = HostRouting(
         num_tokens=4,
         num_recv_tokens=5,
         recv_src_idx=nothing,

@@ -69,8 +69,8 @@ def test_quantize(how, tokens, hidden):
 class Handle(SimpleNamespace):
     """A routing of the engine, without its class."""
 
-    def changed(self, **values):
-        return Handle(**(vars(self) | values))
+    def expand(self, expanded_row, num_expanded_rows):
+        self.expanded_row, self.num_expanded_rows = expanded_row, num_expanded_rows
 
 
 def tokens_of(engine, received, cached):
@@ -87,9 +87,12 @@ def tokens_of(engine, received, cached):
     handle = Handle(
         num_recv_tokens=len(rows),
         expert_alignment=received.alignment,
-        expert_counts=engine.put(want.num_unaligned_recv_tokens_per_expert),
-        psum_expert_rows=engine.put(want.psum_num_recv_tokens_per_expert),
-        addresses=SimpleNamespace(birth=birth),
+        addresses=SimpleNamespace(
+            birth=birth,
+            num_real=0 if waited else real,
+            expert_counts=engine.rank.put(want.num_unaligned_recv_tokens_per_expert),
+            psum_expert_rows=engine.rank.put(want.psum_num_recv_tokens_per_expert),
+        ),
         **known,
     )
     counts = want.num_unaligned_recv_tokens_per_expert
@@ -101,7 +104,6 @@ def tokens_of(engine, received, cached):
         topk_weights=engine.put(plain.recv_topk_weights),
         routing=handle,
         counts=tuple(int(count) for count in counts) if waited else None,
-        num_real=0 if waited else real,
     )
 
 
@@ -171,7 +173,13 @@ def test_sums_of_a_rank_are_combined_as_rows(weighted):
     )
     seen = []
     combining_expanded.combine_expanded(
-        engine.runtime, lambda *values: seen.append(values), call, engine.turn, "out", "weights"
+        engine.runtime,
+        lambda *values: seen.append(values),
+        call,
+        routing.expanded_row,
+        engine.turn,
+        "out",
+        "weights",
     )
     flags = LayoutFlag.EXPANDED | LayoutFlag.PER_RANK
     flags |= LayoutFlag.ROW_WEIGHTS if weighted else LayoutFlag(0)

@@ -17,9 +17,14 @@ current stream then.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, SupportsDLPack
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import dtype_code
 
@@ -54,7 +59,7 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
-def take_dlpack(value: Any) -> Any:
+def take_dlpack(value: SupportsDLPack) -> DeviceArray:
     """A CuPy array over the memory of ``value``, ready on the current stream of the device."""
     import cupy
 
@@ -67,11 +72,12 @@ def take_dlpack(value: Any) -> Any:
     except TypeError:  # a producer from before the versions
         capsule = value.__dlpack__(stream=stream)
     name = _pose_as_bytes(capsule)
-    array = cupy.from_dlpack(_Capsule(capsule, value.__dlpack_device__()))
-    return array if name is None else array.view(_dtype(name))
+    given = cupy.from_dlpack(_Capsule(capsule, value.__dlpack_device__()))
+    array: DeviceArray = given if name is None else given.view(_dtype(name))
+    return array
 
 
-def _pose_as_bytes(capsule: Any) -> str | None:
+def _pose_as_bytes(capsule: object) -> str | None:
     """Let an FP8 capsule hold bytes; the name of its dtype, or None for any other."""
     name = _get_name(capsule)
     if name not in _CODE_AT:
@@ -87,20 +93,21 @@ def _pose_as_bytes(capsule: Any) -> str | None:
     return found
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> DType:
     import ml_dtypes
 
-    return getattr(ml_dtypes, name)
+    dtype: DType = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 class _Capsule:
     """Hands out a capsule once: what synchronization there was to do has been done."""
 
-    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
+    def __init__(self, capsule: object, device: tuple[int, int]) -> None:
         self._capsule = capsule
         self._device = device
 
-    def __dlpack__(self, **_: Any) -> Any:
+    def __dlpack__(self, **_: object) -> object:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -118,15 +125,19 @@ class ArrayImporter:
     def __init__(self, device: int, rank: int) -> None:
         import cupy
 
-        self._cupy: Any = cupy
-        self._array: Any = cupy.ndarray
+        self._cupy: ModuleType = cupy
+        self._array: type[DeviceArray] = cupy.ndarray
         self._device = device
         self._rank = rank
         # CuPy makes an object of its flags for every question, which takes longer than the rest.
         contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
-        self._look: Any = attrgetter("shape", "dtype", "data.device_id", contiguous)
+        self._look: Callable[[object], tuple[Any, ...]] = attrgetter(
+            "shape", "dtype", "data.device_id", contiguous
+        )
 
-    def __call__(self, operation: str, argument: str, value: Any, *, strided: bool = False) -> Any:
+    def __call__(
+        self, operation: str, argument: str, value: object, *, strided: bool = False
+    ) -> DeviceArray:
         """See ``engines.protocol.Engine.import_array``.
 
         Args:
@@ -135,8 +146,10 @@ class ArrayImporter:
             value: What the user passed.
             strided: Any strides will do, of items of four bytes.
         """
-        array: Any = value
-        if not isinstance(value, self._array):
+        array: DeviceArray
+        if isinstance(value, self._array):
+            array = value
+        else:
             array = self._foreign(operation, argument, value)
         if array.device.id != self._device:
             raise self._refused(
@@ -155,7 +168,7 @@ class ArrayImporter:
             )
         return array
 
-    def array_key(self, value: Any, strided: bool) -> Any:
+    def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
         """See ``engines.protocol.Engine.array_key``."""
         if type(value) is not self._array:
             return None
@@ -164,7 +177,7 @@ class ArrayImporter:
             return None
         return seen
 
-    def _with_strides(self, operation: str, argument: str, array: Any) -> Any:
+    def _with_strides(self, operation: str, argument: str, array: DeviceArray) -> DeviceArray:
         """Kernels read whole words: strides count these."""
         if not _is_of_words(array):
             raise self._refused(
@@ -175,7 +188,7 @@ class ArrayImporter:
             )
         return array
 
-    def _foreign(self, operation: str, argument: str, value: Any) -> Any:
+    def _foreign(self, operation: str, argument: str, value: Any) -> DeviceArray:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         wanted = "a CuPy array or a GPU array with DLPack or __cuda_array_interface__"
         try:
@@ -199,7 +212,7 @@ class ArrayImporter:
             f"{wanted}, because this Buffer runs on the cuda engine, got {kind}",
         )
 
-    def _from_interface(self, value: Any) -> Any:
+    def _from_interface(self, value: Any) -> DeviceArray:
         """Like ``cupy.asarray``, but the host does not wait for the producer's stream."""
         cupy, described = self._cupy, value.__cuda_array_interface__
         stream = described.get("stream")
@@ -211,7 +224,8 @@ class ArrayImporter:
             }.get(stream)
             producer = producer or cupy.cuda.Stream.from_external(_StreamAddress(stream))
             current.wait_event(producer.record())
-        return cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
+        array: DeviceArray = cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
+        return array
 
     def _refused(self, operation: str, argument: str, complaint: str) -> ContractError:
         return ContractError(
@@ -219,7 +233,7 @@ class ArrayImporter:
         )
 
 
-def _is_of_words(array: Any) -> bool:
+def _is_of_words(array: DeviceArray) -> bool:
     return array.itemsize == 4 and not any(stride % 4 for stride in array.strides)
 
 
@@ -234,17 +248,17 @@ class _StreamAddress:
 class _WithoutStream:
     """An interface whose stream has been waited for; keeps the array alive."""
 
-    def __init__(self, value: Any, described: dict[str, Any]) -> None:
+    def __init__(self, value: object, described: dict[str, object]) -> None:
         self.value = value
         self.__cuda_array_interface__ = described
 
 
-def address(array: Any) -> int:
+def address(array: DeviceArray | None) -> int:
     """Device address of an array; 0 for None."""
-    return 0 if array is None else int(array.data.ptr)
+    return 0 if array is None else array.data.ptr
 
 
-def dtype_code_of(dtype: Any, scales: Any = None) -> int:
+def dtype_code_of(dtype: DType, scales: DType | None = None) -> int:
     """Code of a row dtype, and of that of its scales if there are any, for headers and kernels."""
     name = dtype.name if dtype.isnative else "swapped bytes"
     return dtype_code(name, dtype.itemsize, None if scales is None else scales.name)

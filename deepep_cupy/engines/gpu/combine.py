@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from deepep_cupy.engines.calls import CombineCall
 from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
 from deepep_cupy.engines.gpu.operation import Operation
-from deepep_cupy.engines.gpu.routing import FLOAT32, addresses_of
+from deepep_cupy.engines.gpu.routing import FLOAT32, own_routing
 from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.engines.protocol import CombineOutput
 from deepep_cupy.errors import ContractError
@@ -114,8 +116,8 @@ class PlainCombine(Protocol):
         self,
         call: CombineCall,
         op: Operation,
-        out: Any,
-        out_weights: Any,
+        out: DeviceArray,
+        out_weights: DeviceArray | None,
         rows_offset: int,
         own_rows: int,
         weights_offset: int,
@@ -129,9 +131,10 @@ def combine_expanded(
     runtime: Runtime,
     plain: PlainCombine,
     call: CombineCall,
+    table: DeviceArray,
     op: Operation,
-    out: Any,
-    out_weights: Any,
+    out: DeviceArray,
+    out_weights: DeviceArray | None,
 ) -> None:
     """Launch the combine of a call whose routing is expanded.
 
@@ -139,14 +142,15 @@ def combine_expanded(
         runtime: The engine's parts.
         plain: Launches an ordinary combine.
         call: The call.
+        table: ``[N, K]``, ``expanded_row`` of its routing.
         op: The operation.
         out: ``[T, H]``.
         out_weights: ``[T, K]`` float32, or None.
     """
     if call.plan.reduce == "per_rank":
-        _per_rank(runtime, plain, call, op, out, out_weights)
+        _per_rank(runtime, plain, call, table, op, out, out_weights)
     else:
-        _exact(runtime, call, op, out, out_weights)
+        _exact(runtime, call, table, op, out, out_weights)
 
 
 def _layout(call: CombineCall, flags: LayoutFlag) -> int:
@@ -159,13 +163,13 @@ def _per_rank(
     runtime: Runtime,
     plain: PlainCombine,
     call: CombineCall,
+    table: DeviceArray,
     op: Operation,
-    out: Any,
-    out_weights: Any,
+    out: DeviceArray,
+    out_weights: DeviceArray | None,
 ) -> None:
     """A pass over this rank's copies makes one row of each received token; those are combined."""
-    x, routing, weights, base = call.x, call.routing, call.topk_weights, runtime.memory.region.base
-    table: Any = routing.expanded_row
+    x, weights, base = call.x, call.topk_weights, runtime.memory.region.base
     tokens, topk = table.shape
     row_bytes = x.shape[1] * x.itemsize
     sums = op.stage(tokens * row_bytes, "sums of combine()").offset
@@ -201,11 +205,17 @@ def _per_rank(
     )
 
 
-def _exact(runtime: Runtime, call: CombineCall, op: Operation, out: Any, out_weights: Any) -> None:
+def _exact(
+    runtime: Runtime,
+    call: CombineCall,
+    table: DeviceArray,
+    op: Operation,
+    out: DeviceArray,
+    out_weights: DeviceArray | None,
+) -> None:
     """The tokens' ranks fetch the copies one by one, by way of the peers' tables."""
-    x, routing, weights = call.x, call.routing, call.topk_weights
-    table: Any = routing.expanded_row
-    row_bytes, tokens, known = x.shape[1] * x.itemsize, routing.num_tokens, addresses_of(routing)
+    x, routing, weights = call.x, own_routing(call.routing), call.topk_weights
+    row_bytes, tokens, known = x.shape[1] * x.itemsize, routing.num_tokens, routing.addresses
     factors = weights_offset = 0
     rows_offset = op.place(x, "rows of combine()")
     index_offset = op.place(table, "expanded_row of combine()")
@@ -271,16 +281,16 @@ class Combiner:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._new: Any = runtime.queue.cupy.empty
+        self._new: Callable[[tuple[int, int], DType], DeviceArray] = runtime.queue.cupy.empty
 
     def run(self, call: CombineCall) -> CombineOutput:
         """See ``engines.protocol.Engine.combine``. On the engine's device, which is current."""
         runtime, out, weights = self._runtime, call.out, call.topk_weights
         if out is not None:
-            self._check_out(call)
+            self._check_out(call, out)
         with runtime.operation(call) as op:
             routing, x = call.routing, call.x
-            table: Any = routing.expanded_row
+            table: DeviceArray | None = routing.expanded_row
             tokens, topk = routing.num_tokens, 0
             if out is None:
                 out = self._empty(op, (tokens, x.shape[1]), x.dtype)
@@ -289,7 +299,7 @@ class Combiner:
                 topk = weights.shape[1] if table is None else table.shape[1]
                 out_weights = self._empty(op, (tokens, topk), FLOAT32)
             if table is not None:
-                combine_expanded(runtime, self.launch, call, op, out, out_weights)
+                combine_expanded(runtime, self.launch, call, table, op, out, out_weights)
             else:
                 rows_offset, own_rows = self._place_rows(call, op)
                 weights_offset = 0
@@ -312,8 +322,8 @@ class Combiner:
         self,
         call: CombineCall,
         op: Operation,
-        out: Any,
-        out_weights: Any,
+        out: DeviceArray,
+        out_weights: DeviceArray | None,
         rows_offset: int,
         own_rows: int,
         weights_offset: int,
@@ -333,9 +343,9 @@ class Combiner:
             topk: K, 0 without weights.
             layout: Word of the header.
         """
-        runtime, routing, biases = self._runtime, call.routing, call.biases
+        runtime, routing, biases = self._runtime, own_routing(call.routing), call.biases
         ready: _Prepared = call.plan.prepared or self._prepare(call)
-        tokens, known, result = routing.num_tokens, addresses_of(routing), out.data.ptr
+        tokens, known, result = routing.num_tokens, routing.addresses, out.data.ptr
         first = biases[0].data.ptr if biases else 0
         second = biases[1].data.ptr if len(biases) > 1 else 0
         access = ready.access
@@ -367,12 +377,11 @@ class Combiner:
         if op.staged:
             runtime.failures.track(op.staged)
 
-    def _empty(self, op: Operation, shape: tuple[int, int], dtype: Any) -> Any:
+    def _empty(self, op: Operation, shape: tuple[int, int], dtype: DType) -> DeviceArray:
         return self._new(shape, dtype) if op.plain else op.empty(shape, dtype)
 
-    def _check_out(self, call: CombineCall) -> None:
+    def _check_out(self, call: CombineCall, out: DeviceArray) -> None:
         """The result must not be written over what is still to be read."""
-        out: Any = call.out
         low, high = out.data.ptr, out.data.ptr + out.nbytes
         for other in (call.x, call.topk_weights, call.row_weights, *call.biases):
             if other is None or not other.nbytes:
@@ -398,7 +407,7 @@ class Combiner:
             return offset, source
         block = op.stage(x.nbytes, "rows of combine()")
         to, row_bytes = runtime.memory.region.base + block.offset, x.shape[1] * x.itemsize
-        counts = getattr(call.routing, "host_rows_per_rank", None)
+        counts = own_routing(call.routing).host_rows_per_rank
         rank = runtime.spec.rank
         if counts is None:
             return block.offset, self._stage_real(call, op, to)
@@ -421,7 +430,7 @@ class Combiner:
         if x.nbytes:
             row_bytes = x.shape[1] * x.itemsize
             access = access_bytes(row_bytes, (source, to), (4, 1))
-            counts = addresses_of(call.routing).rows_per_rank
+            counts = own_routing(call.routing).addresses.rows_per_rank
             launch = runtime.kernels.local("stage", local_blocks(runtime.grids, len(x)))
             launch.operation(source, to, counts, rank, row_bytes, access)
             launch(op.stream.ptr)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from deepep_cupy.engines.calls import DispatchCall, Routing
+from deepep_cupy.engines.calls import DispatchCall
 from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, Pointer
 from deepep_cupy.engines.gpu.expand import expand
 from deepep_cupy.engines.gpu.grid import GridPlan, access_bytes, local_blocks
 from deepep_cupy.engines.gpu.operation import Operation
@@ -28,7 +28,7 @@ from deepep_cupy.engines.gpu.routing import (
     Addresses,
     GpuRouting,
     Received,
-    addresses_of,
+    own_routing,
     words_bytes,
 )
 from deepep_cupy.engines.gpu.runtime import Runtime
@@ -190,8 +190,8 @@ class _Prepared:
     """
 
     hidden: int
-    dtype: Any
-    scales: Any
+    dtype: DType
+    scales: DType | None
     row_bytes: int
     topk: int
     num_scales: int
@@ -229,7 +229,7 @@ class Dispatcher:
                     op.keep(call)
                 op.call = call = quantize(runtime, call, op)
             if call.routing is not None:
-                return self._cached(call, ready, call.routing, op)
+                return self._cached(call, ready, own_routing(call.routing), op)
             return self._new(call, ready, op)
 
     def _prepare(self, call: DispatchCall) -> _Prepared:
@@ -338,15 +338,15 @@ class Dispatcher:
         # A host that waits for counts does before they come what it can.
         arrays, pool = runtime.arrays, runtime.pool
         pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
-        routing = GpuRouting.made_of(
+        routing = GpuRouting(
+            words,
+            arrays,
+            pool.own(kept, arrays.allocation),
+            sources_at,
             num_tokens=len(call.x),
             num_recv_tokens=ready.capacity,
             waited=waits,
             expert_alignment=call.plan.expert_alignment,
-            addresses=words,
-            _arrays=arrays,
-            _owner=pool.own(kept, arrays.allocation),
-            _sources_at=sources_at,
         )
         counts = None
         if waits:
@@ -363,7 +363,7 @@ class Dispatcher:
         ready: _Prepared,
         op: Operation,
         routing: GpuRouting,
-        pointers: tuple[Any, Any],
+        pointers: tuple[Pointer | None, Pointer],
         counts: list[int] | None,
     ) -> DispatchOutput:
         """The results: arrays over the blocks. ``counts``: rows of each local expert."""
@@ -383,10 +383,10 @@ class Dispatcher:
     # --------------------------------------------------------------------------- cached routes
 
     def _cached(
-        self, call: DispatchCall, ready: _Prepared, routing: Routing, op: Operation
+        self, call: DispatchCall, ready: _Prepared, routing: GpuRouting, op: Operation
     ) -> DispatchOutput:
         runtime, weights, scales = self._runtime, call.topk_weights, ready.scales
-        known, number, arrays = addresses_of(routing), routing.num_recv_tokens, runtime.arrays
+        known, number, arrays = routing.addresses, routing.num_recv_tokens, runtime.arrays
         row_bytes, label = number * ready.row_bytes, "recv_x of dispatch()"
         if weights is None and scales is None:
             blocks = op.alloc((row_bytes, label))
@@ -484,25 +484,28 @@ class Dispatcher:
         self,
         call: DispatchCall,
         op: Operation,
-        recv_x: Any,
-        recv_idx: Any,
-        recv_weights: Any,
-        recv_scales: Any,
-        routing: Routing,
+        recv_x: DeviceArray,
+        recv_idx: DeviceArray | None,
+        recv_weights: DeviceArray | None,
+        recv_scales: DeviceArray | None,
+        routing: GpuRouting,
         counts: list[int] | None,
     ) -> DispatchOutput:
         """Put what came into the layout that is wanted. ``counts``: rows of each local expert."""
         if call.plan.expand:
-            recv_x, recv_weights, recv_scales, routing = self._expanded(
-                op, call, recv_x, recv_scales, recv_idx, recv_weights, routing, counts
+            told = None if counts is None else tuple(counts)
+            done = expand(
+                self._runtime,
+                Received(call, recv_x, recv_scales, recv_idx, recv_weights, routing, told),
+                op,
             )
+            recv_x, recv_weights, recv_scales = done.rows, done.topk_weights, done.scales
             recv_idx = None
         if recv_scales is not None and call.plan.scales_layout == "column":
             recv_scales = self._columns(recv_scales, routing, op)
         if call.plan.own:
-            recv_x, recv_idx, recv_weights, recv_scales = map(
-                op.copy, (recv_x, recv_idx, recv_weights, recv_scales)
-            )
+            recv_x, recv_idx = op.copy(recv_x), op.copy(recv_idx)
+            recv_weights, recv_scales = op.copy(recv_weights), op.copy(recv_scales)
         event = op.finish()
         per_expert, unit = counts or [], call.plan.expert_alignment
         if unit > 1:
@@ -511,32 +514,13 @@ class Dispatcher:
             recv_x, recv_idx, recv_weights, per_expert, routing, recv_scales, event
         )
 
-    def _expanded(
-        self,
-        op: Operation,
-        call: DispatchCall,
-        rows: Any,
-        scales: Any,
-        topk_idx: Any,
-        weights: Any,
-        routing: Routing,
-        counts: list[int] | None,
-    ) -> tuple[Any, Any, Any, Routing]:
-        """Rows, weights, scales and routing in the expanded layout."""
-        known: Any = routing
-        told = None if counts is None else tuple(counts)
-        real = addresses_of(routing).num_real
-        received = Received(call, rows, scales, topk_idx, weights, known, told, real)
-        done = expand(self._runtime, received, op)
-        return done.rows, done.topk_weights, done.scales, done.routing
-
-    def _columns(self, scales: Any, routing: Routing, op: Operation) -> Any:
-        """The same scales in column-major order: a copy in ordinary memory."""
+    def _columns(self, scales: DeviceArray, routing: GpuRouting, op: Operation) -> DeviceArray:
+        """A copy of scales in column-major order, in ordinary memory."""
         number, columns = scales.shape
         made = op.empty((columns, number), scales.dtype)
         if scales.size:
             runtime = self._runtime
-            real = 0 if routing.expanded else addresses_of(routing).num_real
+            real = 0 if routing.expanded else routing.addresses.num_real
             launch = runtime.kernels.local("columns", local_blocks(runtime.grids, -(-number // 32)))
             launch.operation(scales.data.ptr, made.data.ptr, real, number, columns)
             launch(op.stream.ptr)

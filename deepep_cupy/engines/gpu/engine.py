@@ -9,6 +9,7 @@ order, and turns reports into arrays and errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from deepep_cupy.engines.calls import CombineCall, DispatchCall
 from deepep_cupy.engines.gpu import loads as policy
 from deepep_cupy.engines.gpu.arrays import ArrayImporter
 from deepep_cupy.engines.gpu.combine import Combiner
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, Stream
 from deepep_cupy.engines.gpu.dispatch import Dispatcher
 from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
 from deepep_cupy.engines.gpu.grid import GridPlan
@@ -67,7 +69,7 @@ class CudaEngine:
     ) -> None:
         import cupy
 
-        self._cupy: Any = cupy
+        self._cupy: ModuleType = cupy
         self._board, self._spec = board, spec
         gpu = topology.gpus[group.rank]
         self.device = gpu.device
@@ -143,14 +145,14 @@ class CudaEngine:
 
     # ------------------------------------------------------------------------------- local
 
-    def import_array(self, operation: str, argument: str, value: object) -> Any:
+    def import_array(self, operation: str, argument: str, value: object) -> DeviceArray:
         """See ``Engine.import_array``."""
         array = self._intake(operation, argument, value)
         if array is not value:
             self._runtime.queue.keep_alive.append((array, value))
         return array
 
-    def import_scales(self, operation: str, argument: str, value: object) -> Any:
+    def import_scales(self, operation: str, argument: str, value: object) -> DeviceArray:
         """See ``Engine.import_scales``."""
         array = self._intake(operation, argument, value, strided=True)
         if array is not value:
@@ -162,15 +164,16 @@ class CudaEngine:
         with self._device:
             return self._runtime.point()
 
-    def comm_stream(self) -> Any:
+    def comm_stream(self) -> Stream:
         """See ``Engine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
         return self._runtime.queue.comm
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """See ``Engine.empty``."""
         with self._device:
             stream = self._cupy.cuda.get_current_stream()
-            return self._runtime.arrays.empty(tuple(shape), dtype, stream, "empty()")
+            array: DeviceArray = self._runtime.arrays.empty(tuple(shape), dtype, stream, "empty()")
+            return array
 
     def get_dispatch_layout(self, topk_idx: Any, num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from deepep_cupy.engines.gpu.arrays import address, dtype_code_of
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType
 from deepep_cupy.engines.gpu.grid import access_bytes, local_blocks, num_slices
 from deepep_cupy.engines.gpu.operation import Operation
-from deepep_cupy.engines.gpu.routing import GpuRouting, Received, addresses_of
+from deepep_cupy.engines.gpu.routing import FLOAT32, INT32, Received
 from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.memory.pool import PoolExhaustedError
@@ -69,8 +69,6 @@ COPY = Struct(
 
 _NARROW = (4, 1)
 """Access widths where rows or bases are no multiple of 16 bytes."""
-_INT32: Any = np.dtype(np.int32)
-_FLOAT32: Any = np.dtype(np.float32)
 
 
 def expand(runtime: Runtime, received: Received, op: Operation) -> Received:
@@ -85,13 +83,14 @@ def expand(runtime: Runtime, received: Received, op: Operation) -> Received:
         received: In the layout of tokens.
         op: The dispatch.
     """
-    routing = received.routing
     if received.topk_idx is not None:
-        routing = _find_rows(runtime, received, op)
-    return _copy(runtime, replace(received, routing=routing), op)
+        _find_rows(runtime, received, received.topk_idx, op)
+    return _copy(runtime, received, op)
 
 
-def _array(runtime: Runtime, op: Operation, shape: tuple[int, ...], dtype: Any, label: str) -> Any:
+def _array(
+    runtime: Runtime, op: Operation, shape: tuple[int, ...], dtype: DType, label: str
+) -> DeviceArray:
     """An array in the pool, so that a combine need not copy it there. In ordinary memory where the
     pool is full: the rows have come, and a rank that gave up now would leave its peers alone."""
     nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -99,31 +98,32 @@ def _array(runtime: Runtime, op: Operation, shape: tuple[int, ...], dtype: Any, 
         (block,) = op.alloc((nbytes, label))
     except PoolExhaustedError:
         return op.empty(shape, dtype)
-    return runtime.arrays.array(runtime.arrays.own(block), shape, dtype)
+    array: DeviceArray = runtime.arrays.array(runtime.arrays.own(block), shape, dtype)
+    return array
 
 
 # -------------------------------------------------------------------------------- which row
 
 
-def _find_rows(runtime: Runtime, received: Received, op: Operation) -> GpuRouting:
-    """The routing with the table of rows."""
-    routing, topk_idx = received.routing, received.topk_idx
+def _find_rows(runtime: Runtime, received: Received, topk_idx: DeviceArray, op: Operation) -> None:
+    """Find the row of each copy, and let the routing know."""
+    routing, known = received.routing, received.routing.addresses
     tokens, topk = topk_idx.shape
     local, alignment = runtime.spec.num_local_experts, routing.expert_alignment
     if received.counts is None:
         rows = worst_expanded_rows(tokens, topk, local, alignment)
     else:
         rows = sum(align(count, alignment) for count in received.counts)
-    table = _array(runtime, op, (tokens, topk), _INT32, "expanded_row of dispatch()")
+    table = _array(runtime, op, (tokens, topk), INT32, "expanded_row of dispatch()")
     if table.nbytes:
         slices = num_slices(tokens, local)
-        counters = op.empty((slices, local), _INT32)
+        counters = op.empty((slices, local), INT32)
         fields = (
             topk_idx.data.ptr,
-            received.num_real,
-            addresses_of(routing).birth,
-            address(routing.expert_counts),
-            address(routing.psum_expert_rows),
+            known.num_real,
+            known.birth,
+            known.expert_counts,
+            known.psum_expert_rows,
             table.data.ptr,
             counters.data.ptr,
             tokens,
@@ -142,7 +142,7 @@ def _find_rows(runtime: Runtime, received: Received, op: Operation) -> GpuRoutin
             launch = runtime.kernels.local(name, blocks)
             launch.operation(*fields)
             launch(op.stream.ptr)
-    return routing.changed(expanded_row=table, num_expanded_rows=rows)
+    routing.expand(table, rows)
 
 
 # ------------------------------------------------------------------------------------ copies
@@ -151,19 +151,18 @@ def _find_rows(runtime: Runtime, received: Received, op: Operation) -> GpuRoutin
 def _copy(runtime: Runtime, received: Received, op: Operation) -> Received:
     routing, rows, scales = received.routing, received.rows, received.scales
     weights, call = received.topk_weights, received.call
-    table: Any = routing.expanded_row
-    counts: Any = routing.expert_counts
+    table, known = routing.expanded_row, routing.addresses
     number, (tokens, hidden) = routing.num_expanded_rows, rows.shape
     row_bytes, columns = hidden * rows.itemsize, 0 if scales is None else scales.shape[1]
     out = _array(runtime, op, (number, hidden), rows.dtype, "expanded rows of dispatch()")
     out_weights = out_scales = None
     if weights is not None:
-        out_weights = _array(runtime, op, (number,), _FLOAT32, "expanded weights of dispatch()")
+        out_weights = _array(runtime, op, (number,), FLOAT32, "expanded weights of dispatch()")
     if scales is not None:
         out_scales = _array(
             runtime, op, (number, columns), scales.dtype, "expanded scales of dispatch()"
         )
-    if number:
+    if number and table is not None:
         launch = runtime.kernels.local(
             "expand_copy", local_blocks(runtime.grids, max(tokens, number))
         )
@@ -172,9 +171,9 @@ def _copy(runtime: Runtime, received: Received, op: Operation) -> Received:
             address(weights),
             address(scales),
             table.data.ptr,
-            counts.data.ptr,
-            address(routing.psum_expert_rows),
-            addresses_of(routing).birth,
+            known.expert_counts,
+            known.psum_expert_rows,
+            known.birth,
             out.data.ptr,
             address(out_weights),
             address(out_scales),
@@ -184,7 +183,7 @@ def _copy(runtime: Runtime, received: Received, op: Operation) -> Received:
             row_bytes,
             access_bytes(row_bytes, (rows.data.ptr, out.data.ptr), _NARROW),
             columns,
-            len(counts),
+            runtime.spec.num_local_experts,
             routing.expert_alignment,
             call.plan.zero_padding,
             dtype_code_of(rows.dtype, None if scales is None else scales.dtype),

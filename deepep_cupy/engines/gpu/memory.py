@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class SymmetricMemory:
     def __init__(self, group: Group, device: int, spec: BufferSpec, control: ControlLayout) -> None:
         from cupy.cuda import runtime
 
-        self._runtime: Any = runtime
+        self._runtime: ModuleType = runtime
         self.control = control
         nbytes = control.nbytes + (spec.pool_bytes or pool_bytes_hint(spec))
         self.region = open_region(group, device, nbytes, zero_bytes=control.nbytes)

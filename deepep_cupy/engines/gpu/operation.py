@@ -17,22 +17,27 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from types import TracebackType
-from typing import Any, ClassVar, NoReturn
+from types import ModuleType, TracebackType
+from typing import ClassVar, NoReturn, TypeAlias, overload
 
 import numpy as np
 
 from deepep_cupy.engines.calls import HERE, CombineCall, DispatchCall, Streams
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, Pointer, Stream
 from deepep_cupy.engines.gpu.failures import FailureMonitor
 from deepep_cupy.engines.gpu.launch import ReadyLaunch
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block
+from deepep_cupy.memory.cuda_ipc import CupyEvents, Recorded
 from deepep_cupy.protocol.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode
 
 __all__ = ["DeviceOrder", "GpuEvent", "Operation", "OperationQueue", "Retention"]
+
+Users: TypeAlias = dict[Stream, None]
+"""Streams that work on some memory, in the order they came."""
 
 _PATIENT_POLLS = 2000
 """Polls of the counts before the host looks whether the stream is still alive."""
@@ -58,16 +63,16 @@ class DeviceOrder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.precise = False
-        self._last: Any = None
-        self._end: Any = None
-        self._captured: tuple[int, Any] = (0, None)
+        self._last: Stream | None = None
+        self._end: Recorded | None = None
+        self._captured: tuple[int, Stream] | None = None
 
     @classmethod
     def of(cls, device: int) -> DeviceOrder:
         """The order of a device, shared by all Buffers of the process."""
         return cls._orders.setdefault(device, cls())
 
-    def enter(self, stream: Any, events: Any) -> None:
+    def enter(self, stream: Stream, events: CupyEvents) -> None:
         """Make ``stream`` wait for the last operation, which may be on another stream."""
         last = self._last
         if last is stream:
@@ -82,16 +87,17 @@ class DeviceOrder:
             stream.wait_event((self._end or events.record(last)).event)
         self._last, self._end = stream, None
 
-    def leave(self, stream: Any, events: Any) -> None:
+    def leave(self, stream: Stream, events: CupyEvents) -> None:
         """The operation is launched; needed where ``precise``."""
         self._end = events.record(stream)
 
-    def enter_captured(self, stream: Any, events: Any, capture: int) -> None:
+    def enter_captured(self, stream: Stream, events: CupyEvents, capture: int) -> None:
         """Make ``stream``, which is being captured, wait for the last operation of that graph. How
         a graph stands to what is launched outside of it is its user's to say, by the stream."""
-        number, last = self._captured
-        if number == capture and last.ptr != stream.ptr:
-            stream.wait_event(events.record(last).event)
+        if self._captured is not None:
+            number, last = self._captured
+            if number == capture and last.ptr != stream.ptr:
+                stream.wait_event(events.record(last).event)
         self._captured = (capture, stream)
 
     def drain(self) -> None:
@@ -113,30 +119,30 @@ class Retention:
         returned: Borrowed memory that nobody refers to any more, and the streams that used it.
     """
 
-    def __init__(self, events: Any, device: int) -> None:
+    def __init__(self, events: CupyEvents, device: int) -> None:
         import cupy
 
-        self._cupy: Any = cupy
+        self._cupy: ModuleType = cupy
         self._events = events
         self._device = device
-        self.kept: deque[tuple[Sequence[Any], Any]] = deque()
-        self.returned: deque[tuple[Any, dict[Any, None]]] = deque()
-        self._for_ever: list[Any] = []
+        self.kept: deque[tuple[Sequence[Recorded], object]] = deque()
+        self.returned: deque[tuple[Pointer, Users]] = deque()
+        self._for_ever: list[object] = []
 
     @property
     def captured(self) -> bool:
         """Whether graphs use anything."""
         return bool(self._for_ever)
 
-    def until(self, event: Any, objects: Any) -> None:
+    def until(self, event: Recorded, objects: object) -> None:
         """Keep ``objects`` until ``event`` is over."""
         self.kept.append(((event,), objects))
 
-    def for_ever(self, objects: Any) -> None:
+    def for_ever(self, objects: object) -> None:
         """Keep ``objects`` until ``clear``."""
         self._for_ever.append(objects)
 
-    def borrow(self, nbytes: int, stream: Any, user: Any) -> tuple[Any, Borrowed]:
+    def borrow(self, nbytes: int, stream: Stream, user: Stream) -> tuple[Pointer, Borrowed]:
         """Memory for work on ``stream`` whose results ``user``, another stream, uses."""
         cuda = self._cupy.cuda
         with stream:
@@ -149,7 +155,7 @@ class Retention:
         """Drop what is not used any more. Not under capture: it asks events."""
         events, returned, kept = self._events, self.returned, self.kept
         waiting = []
-        ends: dict[Any, Any] = {}
+        ends: dict[Stream, Recorded] = {}
         while returned:
             memory, users = returned.popleft()
             if any(events.capture_id(user) != 0 for user in users):
@@ -188,11 +194,11 @@ class Borrowed:
     __slots__ = ("__weakref__", "_memory", "_returned", "users")
 
     def __init__(
-        self, memory: Any, returned: deque[tuple[Any, dict[Any, None]]], user: Any
+        self, memory: Pointer, returned: deque[tuple[Pointer, Users]], user: Stream
     ) -> None:
         self._memory = memory
         self._returned = returned
-        self.users: dict[Any, None] = {user: None}
+        self.users: Users = {user: None}
 
     def __del__(self) -> None:
         self._returned.append((self._memory, self.users))
@@ -223,22 +229,22 @@ class OperationQueue:
     ) -> None:
         import cupy
 
-        self.cupy: Any = cupy
+        self.cupy: ModuleType = cupy
         self.rank = rank
         self.memory, self.failures = memory, failures
         self.pool, self.arrays, self.events = memory.pool, memory.arrays, memory.events
-        self.comm: Any = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self.comm: Stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self.order = DeviceOrder.of(device)
         self.retention = Retention(self.events, device)
         self.serial = 0
-        self.current_stream: Any = cupy.cuda.get_current_stream
-        self.keep_alive: list[Any] = []
+        self.current_stream: Callable[[], Stream] = cupy.cuda.get_current_stream
+        self.keep_alive: list[object] = []
         runtime = cupy.cuda.runtime
-        self._memcpy: Any = runtime.memcpyAsync
+        self._memcpy: Callable[[int, int, int, int, int], None] = runtime.memcpyAsync
         self._on_device = runtime.memcpyDeviceToDevice
-        self._probe: tuple[int, Any, Any] | None = None
+        self._probe: tuple[int, Stream, Recorded] | None = None
 
-    def next_serial(self, stream: Any, capture: int) -> int:
+    def next_serial(self, stream: Stream, capture: int) -> int:
         """Number of a new operation on ``stream``. Outside of captures a good moment to look at
         what is over."""
         self.serial = serial = self.serial % _LAST_SERIAL + 1
@@ -250,7 +256,7 @@ class OperationQueue:
                 retention.reap()
         return serial
 
-    def _look(self, stream: Any) -> None:
+    def _look(self, stream: Stream) -> None:
         """Tell the pool what is over: a graph gets only memory of which the host knows that."""
         probe = self._probe
         if probe is not None and self.events.query(probe[2]):
@@ -284,7 +290,7 @@ class GpuEvent:
     def __init__(
         self,
         queue: OperationQueue,
-        event: Any,
+        event: Recorded,
         blocks: Sequence[Block] = (),
         borrowed: Sequence[weakref.ref[Borrowed]] = (),
     ) -> None:
@@ -346,8 +352,8 @@ class Operation:
         self._queue = queue
         self.call: DispatchCall | CombineCall | None = None
         self.serial = 0
-        self.stream: Any = None
-        self.current: Any = None
+        self.stream: Stream = queue.comm
+        self.current: Stream = queue.comm
         self.capture = 0
         self.plain = True
         self._locked = False
@@ -382,7 +388,7 @@ class Operation:
             raise
         return self
 
-    def _move_to_comm(self, streams: Streams) -> Any:
+    def _move_to_comm(self, streams: Streams) -> Stream:
         """Let the communication stream wait for what the operation comes after."""
         queue, previous = self._queue, streams.previous_event
         comm, events = queue.comm, queue.events
@@ -440,7 +446,7 @@ class Operation:
         self.current.wait_event(end.event)
         return None
 
-    def _outside_pool(self, call: DispatchCall | CombineCall) -> list[Any]:
+    def _outside_pool(self, call: DispatchCall | CombineCall) -> list[DeviceArray]:
         """The arrays of a call that the pool does not keep for the communication stream."""
         queue = self._queue
         given = [getattr(call, each.name) for each in fields(call)]
@@ -494,7 +500,7 @@ class Operation:
         for block in blocks:
             pool.free(block)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         """An array in ordinary memory, of any dtype."""
         queue = self._queue
         retention, cuda = queue.retention, queue.cupy.cuda
@@ -507,12 +513,18 @@ class Operation:
         else:
             pointer, borrowed = retention.borrow(nbytes, self.stream, self.current)
             self._borrowed.append(weakref.ref(borrowed))
-        array = queue.cupy.ndarray(shape, dtype, memptr=pointer)
+        array: DeviceArray = queue.cupy.ndarray(shape, dtype, memptr=pointer)
         if self.capture != 0:
             retention.for_ever(array)
         return array
 
-    def copy(self, array: Any) -> Any:
+    @overload
+    def copy(self, array: DeviceArray) -> DeviceArray: ...
+
+    @overload
+    def copy(self, array: None) -> None: ...
+
+    def copy(self, array: DeviceArray | None) -> DeviceArray | None:
         """A copy in ordinary memory; None of None. By bytes: any dtype, and the same order."""
         if array is None:
             return None
@@ -534,7 +546,7 @@ class Operation:
         self.staged.append(block)
         return block
 
-    def place(self, array: Any, label: str) -> int:
+    def place(self, array: DeviceArray, label: str) -> int:
         """Offset in the region where the peers find an array, copied there if need be; the copy
         lives until the operation is left."""
         memory = self._queue.memory
@@ -545,7 +557,7 @@ class Operation:
         self.copy_bytes(memory.region.base + block.offset, array.data.ptr, array.nbytes)
         return block.offset
 
-    def keep(self, thing: Any) -> None:
+    def keep(self, thing: object) -> None:
         """Let something live until the operation is over; under capture, for ever."""
         self._queue.keep_alive.append(thing)
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from deepep_cupy.engines.calls import DispatchCall
+from deepep_cupy.engines.calls import DispatchCall, Quantization
 from deepep_cupy.engines.gpu.arrays import dtype_code_of
+from deepep_cupy.engines.gpu.cupy_types import DType
 from deepep_cupy.engines.gpu.grid import access_bytes, cast_chunks, local_blocks
 from deepep_cupy.engines.gpu.operation import Operation
+from deepep_cupy.engines.gpu.routing import FLOAT32, INT32
 from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.jit.spec import Param, Struct
 from deepep_cupy.protocol.sizes import num_scales
@@ -50,25 +51,26 @@ QUANTIZE = Struct(
 )  # fmt: skip
 
 
-_FLOAT32: Any = np.dtype(np.float32)
-_INT32: Any = np.dtype(np.int32)
-
-
 @cache
-def _fp8() -> Any:
+def _fp8() -> DType:
     """The dtype that rows are cast to; whoever only reads the kernels needs no ml_dtypes."""
     import ml_dtypes
 
-    return np.dtype(ml_dtypes.float8_e4m3fn)
+    dtype: DType = np.dtype(ml_dtypes.float8_e4m3fn)
+    return dtype
 
 
-def travelling(call: DispatchCall) -> tuple[Any, Any, int]:
+def travelling(call: DispatchCall) -> tuple[DType, DType | None, int]:
     """What a dispatch sends: dtype of rows, dtype of scales (None: there are none), S."""
     how, x, scales = call.plan.quantize, call.x, call.scales
     if how is not None:
-        packed = how.use_ue8m0
-        return _fp8(), _INT32 if packed else _FLOAT32, num_scales(x.shape[1], packed=packed)
+        return _cast_types(x.shape[1], how)
     return x.dtype, *((None, 0) if scales is None else (scales.dtype, scales.shape[1]))
+
+
+def _cast_types(hidden: int, how: Quantization) -> tuple[DType, DType, int]:
+    packed = how.use_ue8m0
+    return _fp8(), INT32 if packed else FLOAT32, num_scales(hidden, packed=packed)
 
 
 def cast_on_the_way(runtime: Runtime, call: DispatchCall) -> tuple[int, ...] | None:
@@ -93,7 +95,7 @@ def quantize(runtime: Runtime, call: DispatchCall, op: Operation) -> DispatchCal
         return call
     x = call.x
     tokens, hidden = x.shape
-    dtype, scales_dtype, columns = travelling(call)
+    dtype, scales_dtype, columns = _cast_types(hidden, how)
     codes = op.empty((tokens, hidden), dtype)
     scales = op.empty((tokens, columns), scales_dtype)
     if codes.nbytes:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from deepep_cupy.engines.calls import DispatchCall, Routing
+from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, Pointer
 from deepep_cupy.memory.block import BlockOwner
 from deepep_cupy.memory.cuda_ipc import PoolArrays
 
-__all__ = ["Addresses", "GpuRouting", "Received", "addresses_of"]
+__all__ = ["FLOAT32", "INT32", "Addresses", "GpuRouting", "Received", "own_routing", "words_bytes"]
 
-_INT32 = np.dtype(np.int32)
-FLOAT32 = np.dtype(np.float32)
+INT32: DType = np.dtype(np.int32)
+FLOAT32: DType = np.dtype(np.float32)
 
 
 class Addresses:
@@ -66,98 +66,137 @@ def words_bytes(num_tokens: int, num_ranks: int, num_experts: int) -> int:
     return 4 * (num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1)
 
 
-class _Part:
-    """An attribute that is made when it is first asked for: most handles' arrays never are."""
+class GpuRouting:
+    """A routing (``engines.calls.Routing``) on a GPU. Its arrays are parts of one block of memory
+    (``dispatch.py`` draws it), and are made when they are first asked for: most never are.
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        self._make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, routing: Any, owner: type | None = None) -> Any:
-        if routing is None:
-            return self
-        made = routing.__dict__[self._name] = self._make(routing)
-        return made
-
-
-class GpuRouting(Routing):
-    """A routing on a GPU. Its arrays are parts of one block of memory (``dispatching.py``).
-
-    Made by ``made_of``, not by its constructor; changed by ``changed``, not by
-    ``dataclasses.replace``.
+    Args:
+        addresses: For kernels; they begin where the block does.
+        arrays: Of the pool.
+        owner: Of the block.
+        sources_at: Where the source indices begin in the block, bytes.
+        num_tokens: T.
+        num_recv_tokens: N, as far as the host knows yet.
+        waited: Whether the host waits for the counts; ``learn`` follows then.
+        expert_alignment: Of the dispatch.
 
     Attributes:
+        addresses: See Args; the other attributes are those of ``Routing``.
         host_rows_per_rank: Rows received from each rank, where the host knows them.
-        addresses: For kernels; they begin where the block does.
     """
 
-    host_rows_per_rank: tuple[int, ...] | None = None
-    addresses: Addresses
-    _arrays: PoolArrays
-    _owner: BlockOwner
-    _sources_at: int
+    def __init__(
+        self,
+        addresses: Addresses,
+        arrays: PoolArrays,
+        owner: BlockOwner,
+        sources_at: int,
+        *,
+        num_tokens: int,
+        num_recv_tokens: int,
+        waited: bool,
+        expert_alignment: int,
+    ) -> None:
+        self.addresses = addresses
+        self.num_tokens = num_tokens
+        self.num_recv_tokens = num_recv_tokens
+        self.waited = waited
+        self.expert_alignment = expert_alignment
+        self.host_rows_per_rank: tuple[int, ...] | None = None
+        self.expanded_row: DeviceArray | None = None
+        self.num_expanded_rows = 0
+        self._arrays = arrays
+        self._owner = owner
+        self._sources_at = sources_at
 
-    @classmethod
-    def made_of(cls, **values: Any) -> GpuRouting:
-        """Make one of fields of ``Routing`` and of what stands in for the arrays: ``addresses``,
-        ``_arrays``, ``_owner`` (of the block) and ``_sources_at`` (behind the words)."""
-        routing = object.__new__(cls)
-        object.__setattr__(routing, "__dict__", values)  # it is frozen, and so has no other way
-        return routing
+    # Called while the dispatch is being made, before anybody else sees the routing:
 
     def learn(self, rows_per_rank: list[int]) -> int:
-        """Let the host know the counts of this routing, whose maker it waits for them; N."""
-        number = sum(rows_per_rank)
-        self.__dict__.update(host_rows_per_rank=tuple(rows_per_rank), num_recv_tokens=number)
+        """Note the counts that the host has waited for; N."""
+        self.host_rows_per_rank = tuple(rows_per_rank)
+        self.num_recv_tokens = number = sum(rows_per_rank)
         return number
 
-    def changed(self, **values: Any) -> GpuRouting:
-        """A copy with other values for some fields."""
-        return self.made_of(**{**self.__dict__, **values})
+    def expand(self, expanded_row: DeviceArray, num_expanded_rows: int) -> None:
+        """Note where the copies lie in the expanded layout."""
+        self.expanded_row, self.num_expanded_rows = expanded_row, num_expanded_rows
 
-    def _words(self, begin: int, end: int) -> Any:
-        """The words between two addresses."""
-        offset = begin - self.addresses.send_row
-        return self._arrays.array(self._begin, ((end - begin) // 4,), _INT32, offset)
+    @property
+    def expanded(self) -> bool:
+        """See ``Routing``."""
+        return self.expanded_row is not None
 
-    _begin: Any = _Part(lambda r: r._arrays.pointer(r._owner))
-    send_row: Any = _Part(
-        lambda r: r._words(r.addresses.send_row, r.addresses.rows_per_rank).reshape(
-            r.num_tokens, r.num_ranks
-        )
-    )
-    recv_src_idx: Any = _Part(
-        lambda r: r._arrays.array(r._begin, (r.num_recv_tokens,), _INT32, r._sources_at)
-    )
-    recv_rows_per_rank: Any = _Part(
-        lambda r: r._words(r.addresses.rows_per_rank, r.addresses.psum_recv_rows)
-    )
-    psum_recv_rows: Any = _Part(
-        lambda r: r._words(r.addresses.psum_recv_rows, r.addresses.expert_counts)
-    )
-    expert_counts: Any = _Part(
-        lambda r: r._or_none(r.addresses.expert_counts, r.addresses.psum_expert_rows)
-    )
-    psum_expert_rows: Any = _Part(
-        lambda r: r._or_none(r.addresses.psum_expert_rows, r.addresses.birth)
-    )
-    birth: Any = _Part(lambda r: r._words(r.addresses.birth, r.addresses.birth + 4))
+    @property
+    def num_rows(self) -> int:
+        """See ``Routing``."""
+        return self.num_recv_tokens if self.expanded_row is None else self.num_expanded_rows
 
     @property
     def num_ranks(self) -> int:
         """R."""
         return (self.addresses.psum_recv_rows - self.addresses.rows_per_rank) // 4
 
-    def _or_none(self, begin: int, end: int) -> Any:
+    # -------------------------------------------------------------------------------- arrays
+
+    @cached_property
+    def send_row(self) -> DeviceArray:
+        """``[T, R]``."""
+        known = self.addresses
+        words = self._words(known.send_row, known.rows_per_rank)
+        return words.reshape(self.num_tokens, self.num_ranks)
+
+    @cached_property
+    def recv_src_idx(self) -> DeviceArray:
+        """``[N]``."""
+        return self._array(self.num_recv_tokens, self._sources_at)
+
+    @cached_property
+    def recv_rows_per_rank(self) -> DeviceArray:
+        """``[R]``."""
+        return self._words(self.addresses.rows_per_rank, self.addresses.psum_recv_rows)
+
+    @cached_property
+    def psum_recv_rows(self) -> DeviceArray:
+        """``[R]``."""
+        return self._words(self.addresses.psum_recv_rows, self.addresses.expert_counts)
+
+    @cached_property
+    def expert_counts(self) -> DeviceArray | None:
+        """``[El]``, or None."""
+        return self._words_if_any(self.addresses.expert_counts, self.addresses.psum_expert_rows)
+
+    @cached_property
+    def psum_expert_rows(self) -> DeviceArray | None:
+        """``[El]``, or None."""
+        return self._words_if_any(self.addresses.psum_expert_rows, self.addresses.birth)
+
+    @cached_property
+    def birth(self) -> DeviceArray:
+        """One word."""
+        return self._words(self.addresses.birth, self.addresses.birth + 4)
+
+    @cached_property
+    def _begin(self) -> Pointer:
+        pointer: Pointer = self._arrays.pointer(self._owner)
+        return pointer
+
+    def _array(self, length: int, offset: int) -> DeviceArray:
+        array: DeviceArray = self._arrays.array(self._begin, (length,), INT32, offset)
+        return array
+
+    def _words(self, begin: int, end: int) -> DeviceArray:
+        """The words between two addresses."""
+        return self._array((end - begin) // 4, begin - self.addresses.send_row)
+
+    def _words_if_any(self, begin: int, end: int) -> DeviceArray | None:
         return self._words(begin, end) if begin != end else None
 
 
-def addresses_of(routing: Routing) -> Addresses:
-    """Where kernels find what they need of a routing of this engine."""
-    found: Addresses = getattr(routing, "addresses")  # noqa: B009 - the api knows Routing alone
-    return found
+def own_routing(routing: Routing) -> GpuRouting:
+    """The routing of a handle of this engine, whose dispatches make no other."""
+    if not isinstance(routing, GpuRouting):
+        raise TypeError(f"a routing of the cuda engine is needed, got {type(routing).__name__}.")
+    return routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +209,14 @@ class Received:
         scales: ``[N, S]``, C-ordered, or None; expanded: ``[rows, S]``.
         topk_idx: ``[N, K]`` local experts; None in a cached call, without choices and expanded.
         topk_weights: ``[N, K]`` float32, or None; expanded: ``[rows]``.
-        routing: Of the tokens; in a cached call the given one. Expanded: with its
-            ``expanded_row`` and ``num_expanded_rows``.
+        routing: Of the tokens; in a cached call the given one.
         counts: Tokens of each local expert, where the host has just learnt them.
-        num_real: Device address of the real number of tokens; 0 where N is that number.
     """
 
     call: DispatchCall
-    rows: Any
-    scales: Any
-    topk_idx: Any
-    topk_weights: Any
+    rows: DeviceArray
+    scales: DeviceArray | None
+    topk_idx: DeviceArray | None
+    topk_weights: DeviceArray | None
     routing: GpuRouting
     counts: tuple[int, ...] | None
-    num_real: int

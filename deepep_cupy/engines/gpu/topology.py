@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
 
 from deepep_cupy.memory.cuda_ipc import device_uuid
 from deepep_cupy.ranks.group import Group
@@ -149,7 +149,7 @@ def _look(gpu: Gpu, device: int | None, local_rank: int) -> Gpu:
         return replace(
             gpu, objection=f"{error}; install deepep_cupy[cuda13] or deepep_cupy[cuda12]"
         )
-    runtime: Any = cupy.cuda.runtime
+    runtime: ModuleType = cupy.cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -162,7 +162,7 @@ def _look(gpu: Gpu, device: int | None, local_rank: int) -> Gpu:
     return _examine(gpu, runtime, ordinal, count)
 
 
-def _examine(gpu: Gpu, runtime: Any, ordinal: int, count: int) -> Gpu:
+def _examine(gpu: Gpu, runtime: ModuleType, ordinal: int, count: int) -> Gpu:
     properties = runtime.getDeviceProperties(ordinal)
     capability = (int(properties["major"]), int(properties["minor"]))
     mps = False

@@ -32,15 +32,39 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class HostRouting(Routing):
-    """The routing of one dispatch. All its arrays are read-only: a handle serves many calls.
+class HostRouting:
+    """The routing of one dispatch (``engines.calls.Routing``). All its arrays are read-only: a
+    handle serves many calls.
 
     Attributes:
         sent_columns: Expanded layout: per rank ``[tokens sent there, K]`` bool, which choices of
             a token are experts of that rank; copies come back in the order of the true entries.
     """
 
+    num_tokens: int
+    num_recv_tokens: int
+    recv_src_idx: NDArray[np.int32]
+    recv_rows_per_rank: NDArray[np.int32]
+    send_row: NDArray[np.int32]
+    birth: int
+    waited: bool = True
+    psum_recv_rows: NDArray[np.int32] | None = None
+    expert_counts: NDArray[np.int32] | None = None
+    psum_expert_rows: NDArray[np.int32] | None = None
+    expanded_row: NDArray[np.int32] | None = None
+    num_expanded_rows: int = 0
+    expert_alignment: int = 1
     sent_columns: tuple[NDArray[np.bool_], ...] = ()
+
+    @property
+    def expanded(self) -> bool:
+        """See ``Routing``."""
+        return self.expanded_row is not None
+
+    @property
+    def num_rows(self) -> int:
+        """See ``Routing``."""
+        return self.num_recv_tokens if self.expanded_row is None else self.num_expanded_rows
 
     def __post_init__(self) -> None:
         for value in (*vars(self).values(), *self.sent_columns):
