@@ -1,7 +1,7 @@
 """``Buffer``: the one class a user needs.
 
-Its methods only order the work: ``checks`` looks at the arguments, an engine does it, ``lifecycle``
-knows whether it may be done and what follows when it fails.
+Its methods put the work in order: ``call_cache`` and ``checks`` turn arguments into a checked call,
+an engine runs it, ``lifecycle`` allows it and handles its failures.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Buffer:
     ) -> LayoutResult:
         """Count where this rank's tokens go. ``dispatch`` does not need it.
 
-        Collective: no.  Stream: current, whatever the last three arguments say.  Host sync: no.
+        Collective: no.  Stream: current, also with the last three arguments.  Host sync: no.
 
         Args:
             topk_idx: ``[T, K]`` int64 or int32, C-contiguous; -1: no choice.
@@ -313,8 +313,8 @@ class Buffer:
         wrong.  Host sync: yes, for the counts; no with ``num_worst_tokens``,
         ``do_cpu_sync=False`` or ``handle``.
 
-        Where the rows go is told by exactly one of ``topk_idx``, ``is_token_in_rank`` and
-        ``handle``; the counts that DeepEP needs beside them are checked for their shape and not
+        Exactly one of ``topk_idx``, ``is_token_in_rank`` and ``handle`` decides where the rows
+        go; the counts that DeepEP needs beside them are checked for their shape and not
         used. Rows are moved as bytes and arrive exactly as they are.
 
         Args:
@@ -353,7 +353,7 @@ class Buffer:
             use_ue8m0: With ``round_scale``: scales arrive as packed exponents, int32.
             do_cpu_sync: False: do not wait for the counts, like ``num_worst_tokens = R * M``.
             do_expand: The expanded layout: a row per (token, local expert), grouped by expert.
-                With ``handle`` the handle's; need not be said again.
+                With ``handle`` it is the handle's, and may be left out.
             do_zero_padding: Zero the rows that only fill up an expert's group, with their scales
                 and weights; else they are anything.
             cumulative_local_expert_recv_stats: ``[El]`` int32, to which the number of tokens per
@@ -551,7 +551,7 @@ class Buffer:
     # --------------------------------------------------------------------------- streams, blocks
 
     def capture(self) -> EventOverlap:
-        """The present end of the current stream, for ``previous_event``.
+        """Return an event at the present end of the current stream, for ``previous_event``.
 
         Collective: no.  Stream: current.  Host sync: no.
 
@@ -582,12 +582,12 @@ class Buffer:
         return self._engine
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Blocks of this rank's later calls; DeepEP V1's is of the class, this is of the Buffer.
+        """Set the GPU blocks of this rank's later calls on this Buffer; DeepEP V1's is for all.
 
         Collective: no, ranks may differ.  Stream: none.  Host sync: no.
 
         Args:
-            num_sms: 1 or more, odd too; None: the constructor's. A ``config`` goes before it.
+            num_sms: 1 or more, odd too; None: the constructor's. A call's ``config`` overrides it.
 
         Raises:
             ContractError: On this rank, when the number is wrong.
@@ -598,7 +598,7 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """DeepEP V1's recommended settings for ``dispatch``: here the same for all.
+        """DeepEP V1's recommended settings for ``dispatch``; here equal for all numbers of ranks.
 
         Collective: no.  Stream: none.  Host sync: no.
 
@@ -610,7 +610,7 @@ class Buffer:
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """DeepEP V1's recommended settings for ``combine``: here the same for all.
+        """DeepEP V1's recommended settings for ``combine``; here equal for all numbers of ranks.
 
         Collective: no.  Stream: none.  Host sync: no.
 
@@ -647,7 +647,7 @@ class Buffer:
         Raises:
             PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is closed all the
                 same; its memory is left to the end of the process, which ends all ranks.
-            PeerAbortedError: A rank has left for ever; the same follows.
+            PeerAbortedError: A rank has left for ever. The Buffer is closed as after a time-out.
             StateError: Another thread is in a call of this Buffer, which stays open.
         """
         self._life.close()

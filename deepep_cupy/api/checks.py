@@ -1,8 +1,8 @@
 """Every check of a call's arguments that one rank can make alone.
 
 A check that fails raises ``ContractError`` with a refusal, which the Buffer sends to the other
-ranks in this rank's place, so that all raise. Array types are the engine's business
-(``import_array``); here are shapes, dtypes and what goes with what.
+ranks in this rank's place, so that all raise. Engines check the types of arrays
+(``import_array``); this file checks shapes, dtypes, and which arguments go together.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Checker:
     def streams(
         self, operation: str, previous_event: object, async_finish: object, allocate: object
     ) -> Streams:
-        """Where the operation runs, as DeepEP says it."""
+        """Where the operation runs, from DeepEP's three arguments."""
         background = self.flag(operation, "async_finish", async_finish)
         allocate = self.flag(operation, "allocate_on_comm_stream", allocate)
         if previous_event is None and not background and not allocate:
@@ -183,7 +183,7 @@ class Checker:
         return config.num_sms
 
     def flag(self, operation: str, argument: str, value: object) -> bool:
-        """True or False, and nothing that only looks so."""
+        """True or False; 0 and 1 are refused."""
         if isinstance(value, bool | np.bool_):
             return bool(value)
         return self.refuse(operation, argument, f"must be True or False, got {value!r}")
@@ -193,8 +193,8 @@ class Checker:
         for each in known:
             if isinstance(value, str) and value == each:
                 return each
-        said = " or ".join(repr(each) for each in known)
-        return self.refuse(operation, argument, f"must be {said}, got {value!r}")
+        names = " or ".join(repr(each) for each in known)
+        return self.refuse(operation, argument, f"must be {names}, got {value!r}")
 
     def number(self, operation: str, argument: str, value: object, low: int, high: int) -> int:
         """A whole number in these bounds."""
@@ -246,7 +246,7 @@ class Checker:
             self.refuse(operation, argument, "must be writable, got a read-only array")
 
     def take(self, operation: str, argument: str, value: object, *, strided: bool = False) -> Any:
-        """The engine's array; whatever it complains about is refused on every rank."""
+        """The engine's array. Where the engine raises, its error makes every rank raise."""
         try:
             import_array = self._import_scales if strided else self._import_array
             return import_array(operation, argument, value)
@@ -406,7 +406,7 @@ class Checker:
         return handle
 
     def _layout_arrays(self, given: DispatchArguments, num_tokens: int) -> None:
-        """Shapes and dtypes of what DeepEP needs and we do not."""
+        """Check shapes and dtypes of the counts that DeepEP needs and this package does not."""
         spec = self._spec
         ranks = spec.num_ranks
         wanted: dict[str, tuple[_Shape, _Dtypes]] = {

@@ -1,7 +1,7 @@
 """The constructor's arguments: checked alone, compared across ranks, turned into a ``BufferSpec``.
 
-Whatever is wrong on one rank is told to all before anybody raises, so that no rank is left
-waiting in the constructor.
+All ranks exchange their complaints before any of them raises, so that no rank is left waiting in
+the constructor.
 """
 
 from __future__ import annotations
@@ -171,15 +171,17 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
     complaint = arguments.complaint(group.size)
     platform = _complaint_about_ranks(group, arguments)
     mine = {"version of deepep_cupy": version, **arguments.comparable()}
-    told = group.allgather((complaint, platform, mine))
-    _raise_first(PlatformError, [each[1] for each in told])
-    compared = [each[2] for each in told]
+    ranks = group.allgather((complaint, platform, mine))
+    _raise_first(PlatformError, [each[1] for each in ranks])
+    compared = [each[2] for each in ranks]
     for field in mine:
         values = [each.get(field) for each in compared]
         if len(set(values)) > 1:
-            said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ContractError(f"Buffer(): '{field}' must be the same on all ranks, got {said}.")
-    _raise_first(ContractError, [each[0] for each in told])
+            listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ContractError(
+                f"Buffer(): '{field}' must be the same on all ranks, got {listing}."
+            )
+    _raise_first(ContractError, [each[0] for each in ranks])
     return arguments.spec(group.rank, group.size)
 
 

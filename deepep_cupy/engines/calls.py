@@ -72,7 +72,7 @@ class Streams:
         previous_event: The operation begins after this event instead of after the work of the
             current stream; all inputs must be ready then.
         async_finish: The current stream does not wait for the operation; the output holds an
-            event to wait for. Inputs and outputs live until then whatever the caller drops.
+            event to wait for. Inputs and outputs live until then, even if the caller drops them.
         allocate_on_comm_stream: New arrays belong to the communication stream. The api has
             checked that it comes with ``previous_event`` and ``async_finish``.
     """
@@ -88,7 +88,8 @@ class Streams:
 
 
 HERE = Streams()
-"""On the current stream, which waits; where the api says this, it is this very object."""
+"""On the current stream, which waits. The api passes this very object for it, so that engines may
+compare with ``is``."""
 
 
 @dataclass(frozen=True)

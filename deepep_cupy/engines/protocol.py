@@ -1,11 +1,12 @@
 """What the api asks of an engine, and what it gets back.
 
-Calls and outputs are made in every call, and so for speed not frozen; nobody changes one.
-
 Two engines exist: ``engines/host`` (NumPy and MPI) and ``engines/gpu`` (CuPy and kernels).
-The api has checked shapes, dtypes and sizes before it builds a call; an engine checks what only
-the ranks together can know (headers) and what only the data can tell (values of ``topk_idx``).
-What every result must be is said in ``reference/``; here is who passes what to whom.
+The api has checked shapes, dtypes and sizes before it builds a call. An engine checks what only
+the ranks together can know (headers), and what only the data can tell (values of ``topk_idx``).
+``reference/`` defines every result; this file defines what is passed to an engine and back.
+
+Outputs are not frozen dataclasses, because one is made in every call and these are slower to
+make; nobody changes one.
 
 An engine names the modes it has in ``modes``; the api refuses, on every rank, a call that needs
 another. Without any mode an engine does plain ``dispatch``, ``combine`` and ``barrier``.
@@ -14,9 +15,9 @@ another. Without any mode an engine does plain ``dispatch``, ``combine`` and ``b
 mode             what a call may have then
 ===============  =========================================================================
 ``scales``       ``DispatchCall.scales``: FP8 rows with scales
-``quantize``     ``DispatchCall.quantize``: rows cast to FP8 on their way
-``no_wait``      ``DispatchCall.num_worst_tokens``: the host learns no count
-``expand``       ``DispatchCall.expand``, ``zero_padding``, and combines of such handles
+``quantize``     ``DispatchPlan.quantize``: rows cast to FP8 on their way
+``no_wait``      ``DispatchPlan.num_worst_tokens``: the host learns no count
+``expand``       ``DispatchPlan.expand``, and combines of such handles
 ``expert_counts``  ``Routing.expert_counts`` and ``psum_expert_rows`` in every call with choices
 ``stats``        ``DispatchCall.recv_stats``
 ``events``       ``streams`` of both calls, ``capture``, ``comm_stream``
@@ -144,8 +145,9 @@ class Engine(Protocol):
         ...
 
     def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
-        """Shape, dtype and whatever else of a writable array that ``import_array`` (``strided``:
-        ``import_scales``) would return as it is; None: ask there. Cheap."""
+        """A tuple that begins with the shape and dtype of an array that is writable and that
+        ``import_array`` (``strided``: ``import_scales``) would return as it is; None for all
+        else. Called for each array of each call, so it must be cheap."""
         ...
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
@@ -195,6 +197,6 @@ class Engine(Protocol):
         ``collective=True`` begins with ``Rendezvous.barrier``, frees, and meets a second time:
         where it returns on one rank, it returns on all, and what blocks may follow. Where it
         raises, peers may still write here, and what they can reach is left as it is.
-        ``collective=False`` waits for nobody and frees what can be freed alone.
+        ``collective=False`` waits for no other rank, and frees what can be freed alone.
         """
         ...

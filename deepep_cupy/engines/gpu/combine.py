@@ -381,7 +381,7 @@ class Combiner:
         return self._new(shape, dtype) if op.plain else op.empty(shape, dtype)
 
     def _check_out(self, call: CombineCall, out: DeviceArray) -> None:
-        """The result must not be written over what is still to be read."""
+        """Refuse an ``out`` that overlaps an array which is still to be read."""
         low, high = out.data.ptr, out.data.ptr + out.nbytes
         for other in (call.x, call.topk_weights, call.row_weights, *call.biases):
             if other is None or not other.nbytes:
@@ -397,8 +397,8 @@ class Combiner:
         """Where the peers find the rows (offset in the region), and where this rank does.
 
         Rows outside the pool are copied into it, but for those of this rank's own tokens; where
-        no host knows how many rows there are, by a kernel that looks, so that nobody copies the
-        worst case.
+        the host does not know how many rows there are, a kernel that reads their number on the
+        device copies them, so that the worst case need not be copied.
         """
         runtime, x = self._runtime, call.x
         offset = runtime.arrays.find(x) if x.nbytes else runtime.memory.control.nbytes

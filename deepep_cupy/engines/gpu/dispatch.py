@@ -100,7 +100,7 @@ _KINDS = (
     Param("layout", "u32", doc="kLayoutTopk, kLayoutMask or kLayoutCached"),
     Param("layout_flags", "u32", doc="kFlagExpanded or 0"),
 )
-"""What else is the same in all calls of a plan."""
+"""Dtype and layout, the same in all calls of a plan."""
 
 
 _PLACES = (
@@ -335,7 +335,7 @@ class Dispatcher:
             ),
         )
         runtime.failures.track(blocks)
-        # A host that waits for counts does before they come what it can.
+        # Before the host waits for the counts, it does all that does not need them.
         arrays, pool = runtime.arrays, runtime.pool
         pointers = arrays.own(meta) if meta is not kept else None, arrays.own(rows)
         routing = GpuRouting(
@@ -350,8 +350,8 @@ class Dispatcher:
         )
         counts = None
         if waits:
-            told = op.wait_counts(ranks + local, blocks)
-            number, counts = routing.learn(told[:ranks]), told[ranks:]
+            received = op.wait_counts(ranks + local, blocks)
+            number, counts = routing.learn(received[:ranks]), received[ranks:]
             pool.shrink(rows, number * ready.row_bytes)
             if ready.num_scales:
                 pool.shrink(meta, parts.scales_at + 4 * number * ready.num_scales)

@@ -1,6 +1,6 @@
 """The cast to FP8 on GPUs: by the kernel that sends the rows, or by one of its own before.
 
-Ranks need not do the same: to their peers they are dispatches of FP8 rows with scales.
+Each rank may choose another way: its peers see a dispatch of FP8 rows with scales in both cases.
 """
 
 from __future__ import annotations
