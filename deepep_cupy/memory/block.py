@@ -27,9 +27,8 @@ class Block:
         gone: True once its last array has died.
         retired: True once the pool has taken it back.
         uses: Other streams that work on it.
-        room: Bytes it keeps from others: more than ``nbytes`` while nobody has asked for the tail
-            that ``shrink`` gave back, or that it has from the block before it.
-        died: The pool's clock when it was taken back whole.
+        room: Bytes it occupies: more than ``nbytes`` while it has a tail, see ``SizeCache``.
+        died: The pool's clock when it was cached.
     """
 
     __slots__ = (
@@ -76,7 +75,7 @@ class BlockOwner:
 
     Attributes:
         block: What is given back in the end.
-        keep: Whatever must live as long as the arrays do (the region's memory).
+        keep: What must live as long as the arrays do (the region's memory).
     """
 
     __slots__ = ("_queue", "block", "keep")

@@ -1,10 +1,10 @@
 """Free memory as a sorted list of segments, each with the work that may still touch it.
 
 A segment is free for the host but perhaps not for the device: kernels queued before its last
-array died may still run. ``pending`` says which: one ``Stamp`` a stream. Neighbours melt into one
-segment only where the same streams are pending on both, so that a block that a slow side stream
-has read does not make the whole pool wait for that stream; an allocation may span neighbours that
-did not melt.
+array died may still run. ``pending`` holds one ``Stamp`` for each stream where that may be so.
+Neighbours become one segment only where the same streams are pending on both, so that a block that
+a slow side stream has read does not make the whole pool wait for that stream. An allocation may
+span neighbours that are still apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stamp:
 
 
 class Segment:
-    """``[offset, end)`` is free once the work of all ``pending`` marks is over."""
+    """``[offset, end)`` is free once the work of all ``pending`` stamps is over."""
 
     __slots__ = ("end", "offset", "pending")
 
@@ -71,7 +71,8 @@ class FreeList:
         return iter(self._segments)
 
     def insert(self, segment: Segment) -> None:
-        """Give a segment back; it melts into neighbours with the same streams pending."""
+        """Give a segment back; it is merged with neighbours on which the same streams are
+        pending."""
         self.nbytes += segment.nbytes
         at = bisect_left(self._offsets, segment.offset)
         if at < len(self._segments):
@@ -89,11 +90,11 @@ class FreeList:
         self._segments.insert(at, segment)
         self._offsets.insert(at, segment.offset)
 
-    def first_fit(self, nbytes: int, ready: Callable[[Segment], bool]) -> int | None:
-        """Lowest place where ready neighbours hold ``nbytes``."""
+    def first_fit(self, nbytes: int, usable: Callable[[Segment], bool]) -> int | None:
+        """Lowest place where usable neighbours hold ``nbytes``."""
         low = high = -1
         for segment in self._segments:
-            if not ready(segment):
+            if not usable(segment):
                 high = -1
                 continue
             if segment.offset != high:
@@ -103,11 +104,11 @@ class FreeList:
                 return low
         return None
 
-    def last_fit(self, nbytes: int, ready: Callable[[Segment], bool]) -> int | None:
-        """Highest place where ready neighbours hold ``nbytes``."""
+    def last_fit(self, nbytes: int, usable: Callable[[Segment], bool]) -> int | None:
+        """Highest place where usable neighbours hold ``nbytes``."""
         low = high = -1
         for segment in reversed(self._segments):
-            if not ready(segment):
+            if not usable(segment):
                 low = -1
                 continue
             if segment.end != low:
@@ -131,14 +132,11 @@ class FreeList:
         for first, (head, _) in enumerate(priced):
             waits, newest, end = 0, 0, head.offset
             for at in range(first, len(priced)):
-                segment, wait_cost = priced[at]
-                if segment.offset != end or wait_cost is None:
+                segment, price = priced[at]
+                if segment.offset != end or price is None:
                     break
-                waits, newest, end = (
-                    max(waits, wait_cost[0]),
-                    max(newest, wait_cost[1]),
-                    segment.end,
-                )
+                waits, newest = max(waits, price[0]), max(newest, price[1])
+                end = segment.end
                 if end - head.offset >= nbytes:
                     found = (waits, newest, head.offset)
                     best = found if best is None or found < best else best
@@ -203,8 +201,8 @@ class FreeList:
         return best
 
 
-def _take_newer(into: dict[Stream, Stamp], marks: dict[Stream, Stamp]) -> None:
-    for stream, mark in marks.items():
+def _take_newer(into: dict[Stream, Stamp], stamps: dict[Stream, Stamp]) -> None:
+    for stream, stamp in stamps.items():
         known = into.get(stream)
-        if known is None or known.tick < mark.tick:
-            into[stream] = mark
+        if known is None or known.tick < stamp.tick:
+            into[stream] = stamp

@@ -1,13 +1,14 @@
 """What is known about streams: which queued work is over, and who has waited for it already.
 
 Time is a clock that ticks at every event and checkpoint. Memory given back at tick t carries a
-``Mark(stream, t)`` for each stream that used it. A mark needs no wait
+``Stamp(stream, t)`` for each stream that used it. No wait is needed for a stamp
 
 * on its own stream,
 * once the host has seen all work of its stream up to t end (``completed``),
 * on a stream that has waited for an event of its stream recorded at t or later.
 
-Everything but the marks themselves may be forgotten at any time: knowledge only saves waits.
+Only the stamps on free memory have to be kept. All else may be forgotten at any time: it saves
+waits, and no result depends on it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deepep_cupy.memory.free_list import Segment, Stamp, Stream
 __all__ = ["EventSource", "StreamClock"]
 
 MAX_FACTS = 64
-"""Streams that are remembered; a program that makes a stream a call must not grow without end."""
+"""Streams that are remembered: a program that makes a new stream for each call must not grow."""
 
 
 class EventSource(Protocol):
@@ -45,7 +46,7 @@ class EventSource(Protocol):
 
 
 class StreamClock:
-    """The pool's memory of events and waits. Its caller holds the pool's lock.
+    """Events recorded and waits queued so far. The caller holds the pool's lock.
 
     Attributes:
         events: The streams' side.
@@ -57,7 +58,7 @@ class StreamClock:
         self.events = events
         self.num_waits = 0
         self.tick = 1
-        self._marks: dict[Stream, Stamp] = {}
+        self._stamps: dict[Stream, Stamp] = {}
         self._over_all = 0
         self._over: dict[Stream, int] = {}
         self._waited: dict[Stream, dict[Stream, int]] = {}
@@ -67,26 +68,26 @@ class StreamClock:
         self.tick += 1
         return self.tick - 1
 
-    def mark(self, stream: Stream, tick: int | None = None) -> Stamp:
-        """The mark for what is given back now, or was at a tick; mostly one per stream and tick."""
+    def stamp(self, stream: Stream, tick: int | None = None) -> Stamp:
+        """The stamp of memory given back now, or at ``tick``; equal ones are mostly one object."""
         tick = self.tick if tick is None else tick
-        mark = self._marks.get(stream)
-        if mark is None or mark.tick != tick:
-            if len(self._marks) >= MAX_FACTS:
-                self._marks.clear()
-            mark = self._marks[stream] = Stamp(stream, tick)
-        return mark
+        stamp = self._stamps.get(stream)
+        if stamp is None or stamp.tick != tick:
+            if len(self._stamps) >= MAX_FACTS:
+                self._stamps.clear()
+            stamp = self._stamps[stream] = Stamp(stream, tick)
+        return stamp
 
-    def record(self, mark: Stamp) -> None:
-        """Record the event of ``mark``; its stream must not be capturing."""
-        mark.event = self.events.record(mark.stream)
-        mark.covers = self.advance()
+    def record(self, stamp: Stamp) -> None:
+        """Record the event of ``stamp``; its stream must not be capturing."""
+        stamp.event = self.events.record(stamp.stream)
+        stamp.covers = self.advance()
 
-    def record_all(self, marks: Iterable[Stamp]) -> None:
-        """Record events for marks that have none and whose streams allow it."""
-        for mark in marks:
-            if mark.event is None and self.events.capture_id(mark.stream) == 0:
-                self.record(mark)
+    def record_all(self, stamps: Iterable[Stamp]) -> None:
+        """Record events for stamps that have none and whose streams allow it."""
+        for stamp in stamps:
+            if stamp.event is None and self.events.capture_id(stamp.stream) == 0:
+                self.record(stamp)
 
     def completed(self, checkpoint: int, stream: Stream | None) -> None:
         """All work queued on ``stream`` (``None``: on all) up to ``checkpoint`` is over."""
@@ -97,38 +98,38 @@ class StreamClock:
                 self._over.clear()
             self._over[stream] = checkpoint
 
-    def is_over(self, mark: Stamp) -> bool:
-        """Whether the host knows that the work of ``mark`` is over. Calls no CUDA."""
-        return mark.tick <= self._over_all or mark.tick <= self._over.get(mark.stream, 0)
+    def is_over(self, stamp: Stamp) -> bool:
+        """Whether the host knows that the work of ``stamp`` is over. Calls no CUDA."""
+        return stamp.tick <= self._over_all or stamp.tick <= self._over.get(stamp.stream, 0)
 
     def is_clean(self, segment: Segment) -> bool:
         """Whether the host knows that nothing is pending on ``segment``. Calls no CUDA."""
-        return all(self.is_over(mark) for mark in segment.pending.values())
+        return all(self.is_over(stamp) for stamp in segment.pending.values())
 
-    def ask(self, marks: Iterable[Stamp]) -> set[Stamp]:
-        """Which marks' work is over. Those without an event get one, to be asked the next time."""
+    def ask(self, stamps: Iterable[Stamp]) -> set[Stamp]:
+        """The stamps whose work is over. Those without an event get one for the next question."""
         over: set[Stamp] = set()
         recorded: dict[Stream, Stamp] = {}
-        for mark in marks:
-            if self.is_over(mark):
-                over.add(mark)
-            elif mark.event is not None:
-                if self.events.query(mark.event):
-                    over.add(mark)
-            elif (known := recorded.get(mark.stream)) is not None:
-                mark.event, mark.covers = known.event, known.covers
-            elif self.events.capture_id(mark.stream) == 0:
-                self.record(mark)
-                recorded[mark.stream] = mark
+        for stamp in stamps:
+            if self.is_over(stamp):
+                over.add(stamp)
+            elif stamp.event is not None:
+                if self.events.query(stamp.event):
+                    over.add(stamp)
+            elif (known := recorded.get(stamp.stream)) is not None:
+                stamp.event, stamp.covers = known.event, known.covers
+            elif self.events.capture_id(stamp.stream) == 0:
+                self.record(stamp)
+                recorded[stamp.stream] = stamp
         return over
 
     def needs_wait(self, stream: Stream) -> Callable[[Stamp], bool]:
-        """The question whether ``stream`` must wait for a mark."""
+        """A function that tells whether ``stream`` must wait for a stamp."""
         waited = self._waited.get(stream, {})
         over, over_all = self._over, self._over_all
 
-        def needs(mark: Stamp) -> bool:
-            tick, other = mark.tick, mark.stream
+        def needs(stamp: Stamp) -> bool:
+            tick, other = stamp.tick, stamp.stream
             return (
                 other != stream
                 and tick > over_all
@@ -138,49 +139,49 @@ class StreamClock:
 
         return needs
 
-    def ready(self, stream: Stream) -> Callable[[Segment], bool]:
-        """The question whether ``stream`` may use a segment without any wait."""
+    def usable(self, stream: Stream) -> Callable[[Segment], bool]:
+        """A function that tells whether ``stream`` may use a segment without any wait."""
         needs = self.needs_wait(stream)
 
-        def ready(segment: Segment) -> bool:
+        def usable(segment: Segment) -> bool:
             pending = segment.pending
             if not pending or (len(pending) == 1 and stream in pending):
                 return True
             return not any(map(needs, pending.values()))
 
-        return ready
+        return usable
 
     def wait_cost(self, stream: Stream) -> Callable[[Segment], tuple[int, int] | None]:
-        """What waiting costs ``stream`` on a segment: (number of waits, newest tick), or ``None``
-        where no event can be recorded now."""
+        """A function that tells what waiting for a segment costs ``stream``: (number of waits,
+        newest tick), or ``None`` where an event it needs cannot be recorded now."""
         needs = self.needs_wait(stream)
-        usable: dict[Stream, bool] = {}
+        recordable: dict[Stream, bool] = {}
 
         def wait_cost(segment: Segment) -> tuple[int, int] | None:
-            open_marks = [mark for mark in segment.pending.values() if needs(mark)]
-            for mark in open_marks:
-                if mark.event is None and mark.stream not in usable:
-                    usable[mark.stream] = self.events.capture_id(mark.stream) == 0
-            if any(mark.event is None and not usable[mark.stream] for mark in open_marks):
+            open_stamps = [stamp for stamp in segment.pending.values() if needs(stamp)]
+            for stamp in open_stamps:
+                if stamp.event is None and stamp.stream not in recordable:
+                    recordable[stamp.stream] = self.events.capture_id(stamp.stream) == 0
+            if any(stamp.event is None and not recordable[stamp.stream] for stamp in open_stamps):
                 return None
-            return len(open_marks), max((mark.tick for mark in open_marks), default=0)
+            return len(open_stamps), max((stamp.tick for stamp in open_stamps), default=0)
 
         return wait_cost
 
-    def wait_for(self, stream: Stream, marks: Iterable[Stamp]) -> None:
-        """Make ``stream`` wait for what it must wait for."""
+    def wait_for(self, stream: Stream, stamps: Iterable[Stamp]) -> None:
+        """Make ``stream`` wait, on the device, for those stamps that need it."""
         needs = self.needs_wait(stream)
-        for mark in [mark for mark in marks if needs(mark)]:
-            if mark.event is None:
-                self.record(mark)
-            self.events.wait(stream, mark.event)
+        for stamp in [stamp for stamp in stamps if needs(stamp)]:
+            if stamp.event is None:
+                self.record(stamp)
+            self.events.wait(stream, stamp.event)
             self.num_waits += 1
-            self._remember_wait(stream, mark)
+            self._remember_wait(stream, stamp)
 
-    def _remember_wait(self, stream: Stream, mark: Stamp) -> None:
+    def _remember_wait(self, stream: Stream, stamp: Stamp) -> None:
         waited = self._waited.get(stream)
         if waited is None or len(waited) >= MAX_FACTS:
             if len(self._waited) >= MAX_FACTS:
                 self._waited.clear()
             waited = self._waited[stream] = {}
-        waited[mark.stream] = max(mark.covers, waited.get(mark.stream, 0))
+        waited[stamp.stream] = max(stamp.covers, waited.get(stamp.stream, 0))

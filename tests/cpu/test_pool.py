@@ -110,7 +110,7 @@ def test_memory_that_needs_no_wait_is_preferred(pool, events):
     assert events.calls == []
 
 
-def test_what_rests_is_preferred_to_a_wait(pool, events):
+def test_cached_memory_is_preferred_to_a_wait(pool, events):
     mine, other = pool.alloc(32 * MIB, "a"), pool.alloc(32 * MIB, "b")
     pool.free(other)
     pool.live()

@@ -15,7 +15,7 @@ import pytest
 
 from deepep_cupy.errors import StateError
 from deepep_cupy.memory import pool as pool_module
-from deepep_cupy.memory import stream_clock as reclaim
+from deepep_cupy.memory import stream_clock
 from deepep_cupy.memory.free_list import FreeList, Stamp
 from deepep_cupy.memory.pool import ALIGNMENT, Pool, PoolExhaustedError
 from deepep_cupy.memory.size_cache import SizeCache
@@ -301,8 +301,8 @@ def test_no_race_and_no_byte_lost_in_random_programs(seed):
     assert numbers.free == numbers.largest_free == CELLS * ALIGNMENT
     # Nothing grew: neither what is known about the streams that came and went, nor the free list.
     clock = program.pool._clock
-    for facts in (clock._marks, clock._over, clock._waited, *clock._waited.values()):
-        assert len(facts) <= reclaim.MAX_FACTS
+    for facts in (clock._stamps, clock._over, clock._waited, *clock._waited.values()):
+        assert len(facts) <= stream_clock.MAX_FACTS
     assert numbers.num_segments <= 2 * CELLS // 3
     assert not program.pool.given_back
     assert not program.pool._live
@@ -311,7 +311,7 @@ def test_no_race_and_no_byte_lost_in_random_programs(seed):
 
 
 def test_streams_that_come_and_go_leave_nothing_behind():
-    """One stream a call, never seen again, 20 of them busy: marks and segments stay bounded."""
+    """One stream a call, never seen again, 20 of them busy: stamps and segments stay bounded."""
     world = model()
 
     def query(event):
@@ -327,8 +327,8 @@ def test_streams_that_come_and_go_leave_nothing_behind():
         world.touch(f"s{serial}", block)
         pool.free(block)
         most = max(most, len(pool._free))
-    marks = {id(mark) for segment in pool._free for mark in segment.pending.values()}
-    assert len(marks) <= most <= 3 * reclaim.MAX_FACTS
+    stamps = {id(stamp) for segment in pool._free for stamp in segment.pending.values()}
+    assert len(stamps) <= most <= 3 * stream_clock.MAX_FACTS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ def test_streams_that_come_and_go_leave_nothing_behind():
 
 
 def forgets_to_wait(patch):
-    patch.setattr(reclaim.StreamClock, "wait_for", lambda self, stream, marks: None)
+    patch.setattr(stream_clock.StreamClock, "wait_for", lambda self, stream, stamps: None)
 
 
 def thinks_every_wait_is_known(patch):
-    patch.setattr(reclaim.StreamClock, "needs_wait", lambda self, stream: lambda mark: False)
+    patch.setattr(stream_clock.StreamClock, "needs_wait", lambda self, stream: lambda stamp: False)
 
 
 def overlooks_record_stream(patch):
@@ -351,7 +351,7 @@ def overlooks_record_stream(patch):
 
 
 def melts_unlike_neighbours(patch):
-    """Coalescing keeps the marks of one neighbour only."""
+    """Coalescing keeps the stamps of one neighbour only."""
     right = FreeList.insert
 
     def insert(self, segment):
@@ -365,17 +365,17 @@ def melts_unlike_neighbours(patch):
 
 def believes_old_events(patch):
     """An event counts for memory that was given back after it was recorded."""
-    right = reclaim.StreamClock._remember_wait
+    right = stream_clock.StreamClock._remember_wait
 
-    def remember(self, stream, mark):
-        mark.covers += 3
-        right(self, stream, mark)
+    def remember(self, stream, stamp):
+        stamp.covers += 3
+        right(self, stream, stamp)
 
-    patch.setattr(reclaim.StreamClock, "_remember_wait", remember)
+    patch.setattr(stream_clock.StreamClock, "_remember_wait", remember)
 
 
 def hands_dirty_memory_to_graphs(patch):
-    patch.setattr(reclaim.StreamClock, "is_clean", lambda self, segment: True)
+    patch.setattr(stream_clock.StreamClock, "is_clean", lambda self, segment: True)
 
 
 def gives_graph_memory_to_all(patch):
@@ -393,7 +393,7 @@ def forgets_the_tail(patch):
     patch.setattr(Pool, "_cut", cut)
 
 
-def rests_for_another_stream(patch):
+def caches_for_another_stream(patch):
     right = SizeCache.put
 
     def put(self, block, tick):
@@ -404,19 +404,19 @@ def rests_for_another_stream(patch):
     patch.setattr(SizeCache, "put", put)
 
 
-def wakes_as_if_never_used(patch):
-    right = SizeCache.wake
+def evicts_as_if_never_used(patch):
+    right = SizeCache.evict
 
-    def wake(self, low, high):
-        blocks, loose = right(self, low, high)
+    def evict(self, low, high):
+        blocks, tailed = right(self, low, high)
         for block in blocks:
             block.died = 0
-        return blocks, loose
+        return blocks, tailed
 
-    patch.setattr(SizeCache, "wake", wake)
+    patch.setattr(SizeCache, "evict", evict)
 
 
-def rests_under_a_wrong_size(patch):
+def caches_under_a_wrong_size(patch):
     right = SizeCache.put
 
     def put(self, block, tick):
@@ -427,27 +427,29 @@ def rests_under_a_wrong_size(patch):
     patch.setattr(SizeCache, "put", put)
 
 
-def rests_for_all_streams(patch):
-    def roomy(self, nbytes, stream):
-        for (room, _), rest in self.blocks.items():
-            if rest and room >= nbytes:
-                return rest, room
+def caches_for_all_streams(patch):
+    def best_fit(self, nbytes, stream):
+        for (room, _), blocks in self.cached.items():
+            if blocks and room >= nbytes:
+                return blocks, room
         return None, nbytes
 
-    patch.setattr(SizeCache, "roomy", roomy)
+    patch.setattr(SizeCache, "best_fit", best_fit)
 
 
-def rests_where_it_has_no_room(patch):
-    right = SizeCache.roomy
-    patch.setattr(SizeCache, "roomy", lambda self, nbytes, stream: right(self, nbytes // 2, stream))
+def fits_where_it_has_no_room(patch):
+    right = SizeCache.best_fit
+    patch.setattr(
+        SizeCache, "best_fit", lambda self, nbytes, stream: right(self, nbytes // 2, stream)
+    )
 
 
 def forgets_the_room_it_has(patch):
-    right = SizeCache.roomy
-    patch.setattr(SizeCache, "roomy", lambda self, *args: (right(self, *args)[0], args[0]))
+    right = SizeCache.best_fit
+    patch.setattr(SizeCache, "best_fit", lambda self, *args: (right(self, *args)[0], args[0]))
 
 
-def rests_in_graphs(patch):
+def caches_in_graphs(patch):
     right = Pool._place
 
     def place(self, wanted, stream, capture, blocks):
@@ -456,7 +458,7 @@ def rests_in_graphs(patch):
     patch.setattr(Pool, "_place", place)
 
 
-def rests_with_its_other_users(patch):
+def caches_with_its_other_users(patch):
     right = Pool._retire
 
     def retire(self, block):
@@ -466,18 +468,18 @@ def rests_with_its_other_users(patch):
             block.retired = True
             del self._live[block.offset]
             self._live_bytes -= block.nbytes
-            self._resting.put(block, self._clock.tick)
+            self._cache.put(block, self._clock.tick)
 
     patch.setattr(Pool, "_retire", retire)
 
 
-def rests_in_quarantine(patch):
+def caches_in_quarantine(patch):
     right = Pool.quarantine
 
     def quarantine(self, block):
-        wake, Pool._wake = Pool._wake, lambda self: None
+        evict, Pool._evict = Pool._evict, lambda self: None
         right(self, block)
-        Pool._wake = wake
+        Pool._evict = evict
 
     patch.setattr(Pool, "quarantine", quarantine)
 
@@ -496,12 +498,12 @@ def ignores_quarantine(patch):
 
 
 def completes_too_much(patch):
-    right = reclaim.StreamClock.completed
+    right = stream_clock.StreamClock.completed
 
     def completed(self, checkpoint, stream):
         right(self, checkpoint, None)
 
-    patch.setattr(reclaim.StreamClock, "completed", completed)
+    patch.setattr(stream_clock.StreamClock, "completed", completed)
 
 
 BREAKAGES = (
@@ -513,15 +515,15 @@ BREAKAGES = (
     hands_dirty_memory_to_graphs,
     gives_graph_memory_to_all,
     forgets_the_tail,
-    rests_for_another_stream,
-    wakes_as_if_never_used,
-    rests_under_a_wrong_size,
-    rests_for_all_streams,
-    rests_where_it_has_no_room,
+    caches_for_another_stream,
+    evicts_as_if_never_used,
+    caches_under_a_wrong_size,
+    caches_for_all_streams,
+    fits_where_it_has_no_room,
     forgets_the_room_it_has,
-    rests_in_graphs,
-    rests_with_its_other_users,
-    rests_in_quarantine,
+    caches_in_graphs,
+    caches_with_its_other_users,
+    caches_in_quarantine,
     records_under_capture,
     ignores_quarantine,
     completes_too_much,

@@ -234,7 +234,7 @@ def part_teeth(parts, _steps):
         return work.bad()
 
     assert once(10) == 0
-    right, pool._clock.wait_for = pool._clock.wait_for, lambda stream, marks: None
+    right, pool._clock.wait_for = pool._clock.wait_for, lambda stream, stamps: None
     try:
         # On a busy GPU the second stream may come too late to do harm.
         bad = next((bad for value in range(20, 60, 2) if (bad := once(value))), 0)
