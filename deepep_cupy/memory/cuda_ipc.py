@@ -228,7 +228,7 @@ class PoolArrays:
         return self._pointer(memory, 0)
 
     def pointer(self, owner: BlockOwner) -> Any:
-        """The same for a block that has an owner, which lives as long as the arrays do."""
+        """A ``MemoryPointer`` to a block that has an owner; arrays made from it keep the owner."""
         block = owner.block
         memory = self._memory(self.base + block.offset, block.nbytes, owner, self._device)
         return self._pointer(memory, 0)

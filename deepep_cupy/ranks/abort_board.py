@@ -1,7 +1,7 @@
 """The abort board: a few words per rank in memory of the node that every rank has mapped.
 
-A rank whose device context is dead, or that waits for nothing, can still be told here that another
-one gave up. Words are only ever written by the rank whose line they stand in.
+A rank learns here that another one gave up, even where its own device context is dead or no
+message is on its way. Each rank writes its own line only.
 
 One line of 64 bytes a rank (sixteen 32-bit words), then one line of 192 bytes of text a rank:
 
@@ -103,21 +103,28 @@ class AbortBoard:
         line[_STATE] = state  # last: who sees it sees the words above (stores keep their order)
 
     def clear(self) -> None:
-        """This rank is fine again. Between two barriers of ``reset`` only."""
+        """Declare this rank fine again; only between the two barriers of ``reset``."""
         self.array[self._rank, _STATE] = RankState.FINE
 
     def arrive(self, serial: int) -> None:
-        """This rank is at barrier number ``serial``."""
+        """Declare that this rank is at barrier number ``serial``."""
         self.array[self._rank, _MEETING] = serial & 0xFFFFFFFF
 
     def exiting(self) -> None:
-        """This process is about to end."""
+        """Declare that this process is about to end."""
         self.array[self._rank, _EXITING] = 1
 
     # ------------------------------------------------------------------------------ all ranks
 
     def find(self, at_least: RankState = RankState.ABORTED) -> Abort | None:
-        """What the ranks have written, the first cause before what followed from it."""
+        """Why a rank gave up: a time-out where there is one, as other errors follow from it.
+
+        Args:
+            at_least: Lines below this state are passed over.
+
+        Returns:
+            ``None`` where no line has this state.
+        """
         states = self.array[:, _STATE]
         if not states.any():
             return None
@@ -137,7 +144,8 @@ class AbortBoard:
         )
 
     def hopeless(self, at_least: RankState = RankState.ABORTED) -> frozenset[int]:
-        """Ranks from which nothing more will come: those in this state, or given up as late."""
+        """Ranks of which nothing more is expected: those in this state, and those that they
+        waited for in vain."""
         states = self.array[:, _STATE]
         if not states.any():
             return frozenset()

@@ -1,4 +1,4 @@
-"""What must happen when a process ends in the middle of things.
+"""Ends the whole program where one process would otherwise leave the others waiting.
 
 ``MPI_Finalize`` waits for all ranks. A process that ends after a rank was late, or by an
 exception that the others do not know of, would wait there for ever, and they for it. So an
@@ -20,7 +20,7 @@ from deepep_cupy.ranks.group import Group
 __all__ = ["ExitGuard"]
 
 _GRACE_S = 1.0
-"""Seconds for the other ranks to print what they have to say before all are ended."""
+"""Seconds in which the other ranks can print their errors before all are ended."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class ExitGuard:
     Attributes:
         group: Its ranks.
         board: Their abort board.
-        keep: Whatever must not die before the process does, should nobody close the Buffer.
+        keep: What must live until the process ends where the Buffer is never closed.
         doomed: True while an unreset failure means that ranks cannot end in an orderly way.
         code: Exit code to end with.
     """
@@ -49,7 +49,7 @@ class ExitGuard:
         _guards.append(self)
 
     def end(self) -> None:
-        """All ranks have closed the Buffer: nothing to watch any more."""
+        """Stop watching: all ranks have closed the Buffer."""
         if self in _guards:
             _guards.remove(self)
 

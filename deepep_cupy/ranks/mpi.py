@@ -1,8 +1,8 @@
 """The group of ranks over mpi4py: the only file that names it.
 
 Everything here works on a duplicate of the caller's communicator, so that no message of ours can
-meet one of the caller's. What may wait for ever (``allgather``, windows, ``free``) says so; what
-runs inside an operation only starts and tests.
+meet one of the caller's. Methods that may wait for ever (``allgather``, windows, ``free``) are
+marked as blocking in ``Group``; those that run inside an operation only start and test requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MPIRequest:
 
 
 class MPIWindow:
-    """An ``MPI.Win`` of shared memory, in one epoch from birth to end."""
+    """An ``MPI.Win`` of shared memory, in one MPI access epoch as long as it lives."""
 
     def __init__(self, node: Any, nbytes: int) -> None:
         self._node = node
@@ -80,7 +80,7 @@ class MPIWindow:
 
 
 class MPIGroup:
-    """See ``transport.group.Group``. Collective, and blocking."""
+    """``Group`` on a duplicate of a communicator. The constructor is collective, and blocks."""
 
     def __init__(self, comm: Any) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:

@@ -1,7 +1,7 @@
 """Waits between ranks that end: by success, by a deadline, or because another rank gave up.
 
 Nothing here blocks inside MPI. Every wait tests its requests, looks at the abort board, and names
-the ranks it waited for in vain. Both engines use it to come together in ``reset`` and ``close``.
+the ranks it waited for in vain. Both engines meet through it in ``reset`` and ``close``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _YIELDS = 100
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 _LAST_CHANCES = 20
-"""Polls after the deadline, or after a peer gave up, that hear what has come all the same: this
-process may itself have been stopped, or the peer may have given up in a later call."""
+"""Polls after the deadline, or after a peer gave up, before the wait fails. What is waited for may
+have come all the same: this process may itself have been stopped for a while, or the peer may have
+given up in a later call."""
 
 
 @dataclass(eq=False)
@@ -89,7 +90,7 @@ class Rendezvous:
         phase: str,
         at_least: RankState = RankState.ABORTED,
     ) -> None:
-        """Wait until all are done; ``pending`` keeps what is not when this raises.
+        """Wait until all requests are done; those that are not stay in ``pending`` if this raises.
 
         Args:
             pending: Requests; done ones are removed.
@@ -156,7 +157,7 @@ class Rendezvous:
             raise self._lost(operation, late[0] if late else -1, error) from error
 
     def exchange(self, operation: str, words: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Give a few words to every rank; returns ``[R, len(words)]``, one row a rank."""
+        """Send a few words to every rank; return ``[R, len(words)]``, one row a rank."""
         group = self.group
         everyone = np.zeros((group.size, len(words)), np.int64)
         everyone[group.rank] = words
@@ -177,7 +178,7 @@ class Rendezvous:
     # ------------------------------------------------------------------------------- failures
 
     def give_up(self, operation: str, phase: str, late: tuple[int, ...]) -> PeerTimeoutError:
-        """Write the board, and return the error to raise: ``late`` did not come in time.
+        """Write to the board that ``late`` did not come in time, and return the error to raise.
 
         Args:
             operation: Method name.
@@ -204,7 +205,7 @@ class Rendezvous:
         )
 
     def _pass_on(self, operation: str, abort: Abort) -> PeerTimeoutError | PeerAbortedError:
-        """The error that another rank's board line means here; this rank's line repeats it."""
+        """The error to raise for another rank's line, which is copied to this rank's line."""
         rank = self.group.rank
         self.board.abort(abort)
         what_next = _what_next(operation)

@@ -1,4 +1,4 @@
-"""Messages of one Buffer: one ordered lane a pair of ranks, counted so that it can be emptied.
+"""Messages of one Buffer: in order between each two ranks, counted so that all can be received.
 
 All messages of a generation (the time between two resets) use one tag, so that each pair's
 messages match in the order they were posted. After a failure some were sent and never received,
@@ -27,7 +27,7 @@ _TAGS = 1000
 
 
 class Wire:
-    """Sends and receives between this rank and its peers, whatever the operation."""
+    """Sends and receives between this rank and its peers, for all operations alike."""
 
     def __init__(self, rendezvous: Rendezvous, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._rendezvous = rendezvous
@@ -104,6 +104,6 @@ class Wire:
             rounds += 1
 
     def abandon(self) -> None:
-        """This rank leaves for ever: keep alive what peers may still read or write."""
+        """Give up all messages, and keep alive what peers may still read or write."""
         self._group.keep([each.request for each in self._pending])
         self._pending.clear()
