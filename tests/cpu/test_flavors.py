@@ -1,4 +1,4 @@
-"""Copies and flush as launched, on an interpreter of PTX; the report of ``bench flavors``."""
+"""Copies as launched, on simulated GPUs; the report of ``bench flavors``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import sys
 import threading
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,21 +19,19 @@ from deepep_cupy.bench.flavors import CLASSES, FLAVORS, SHARED_BYTES, Copies
 from deepep_cupy.bench.flavors_command import Pair, Point, Results
 from deepep_cupy.cli import main
 from deepep_cupy.jit.compile import Loaded
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ptx_grid.text import Program
-from ptx_grid.world import World
+from simulator.gpus import Gpus
+from simulator.ptx import ptx_kernel
 
 AREA = 4096  # one chunk a copy
-BASES = (0x4000, 0x14000)
-SIZE = 0x24000
+SIZE = 0x10000
+STAGES_BYTES = 4 * 3584
 
 
 class FakeGpu:
-    """CuPy, the driver and IPC on a world; launches run at once."""
+    """CuPy, the driver and IPC on simulated GPUs; launches run at once."""
 
     def __init__(self, monkeypatch, size=1, num_threads=64):
-        self.world = World(SIZE, num_gpus=1)
+        self.gpus = Gpus(size, nbytes=SIZE, num_threads=num_threads, max_blocks=32 // size)
         self.size, self.num_threads, self.lock = size, num_threads, threading.RLock()
         self.programs, self.launched, self.clock = [], [], 0.0
         self.flushed = lambda: None
@@ -66,33 +63,42 @@ class FakeGpu:
         monkeypatch.setattr(flavors, "load_entry", self.load)
         monkeypatch.setattr(flavors, "open_region", self.open_region)
 
+    def base(self, rank=0):
+        return self.gpus.base(rank, rank)
+
     def view(self, address, nbytes):
-        return np.frombuffer(self.world.memory, np.uint8, nbytes, address)
+        return self.gpus.view(address, nbytes)
 
     def load(self, module, name):
-        self.programs.append((name, Program(module.path.read_text())))
+        self.programs.append((name, module))
         return Loaded(name, len(self.programs) - 1, ()), module.entry(name)
 
     def open_region(self, group, device, nbytes):
         assert nbytes >= 3 * AREA
-        bases = list(BASES[: group.size])
+        bases = [self.gpus.base(group.rank, owner) for owner in range(group.size)]
         return types.SimpleNamespace(
-            base=BASES[group.rank], peer_base=bases, allocation=None, close=lambda meet: meet()
+            base=bases[group.rank], peer_base=bases, allocation=None, close=lambda meet: meet()
         )
 
     # The driver that launches use.
     def prepare(self, function, grid, threads, shared_bytes, params):
-        name, program = self.programs[function]
+        name, module = self.programs[function]
+        entry, kernel = module.entry(name), ptx_kernel(module.name)
         pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
 
         def call(stream):
             packed = bytearray(64)
-            for number, (offset, nbytes) in enumerate(program.params.values()):
+            for number, (param, offset) in enumerate(kernel.params.items()):
+                nbytes = entry.layout({}).fields[param].nbytes
                 packed[offset : offset + nbytes] = ctypes.string_at(pointers[number], nbytes)
             with self.lock:
                 self.launched.append((name, grid, threads, shared_bytes))
-                self.world.gpus[0].launch(program, grid, self.num_threads, bytes(packed))
-                self.world.run()
+                rank = int.from_bytes(packed[:8], "little") >> 40 & 15  # whose address `to` is
+                dynamic = self.num_threads // 32 * STAGES_BYTES if shared_bytes else 0
+                how = {"dynamic": dynamic}
+                self.gpus.launch(rank, 0, module.name, grid, self.num_threads, bytes(packed), **how)
+                self.gpus.run()
+                assert not self.gpus.faults, self.gpus.faults[0].text
 
         return call
 
@@ -114,22 +120,27 @@ def make(gpu, group, barrier=lambda: None):
     return Copies(group, 0, AREA - 100, barrier, driver=gpu)
 
 
+@pytest.mark.sim
 @pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.name)
 def test_one_rank_copies_to_itself(flavor, monkeypatch):
     gpu = FakeGpu(monkeypatch)
     copies = make(gpu, group_of())
     assert copies.nbytes == AREA
+    before = ptx_kernel("copy_flavors_bulk").hints()
     for kind in CLASSES:
         assert copies.check(kind, flavor, 2), kind
     if flavor.bulk:
         assert ("copy_flavor_bulk", 2, 512, SHARED_BYTES) in gpu.launched
         codes = {"none": 0, "evict_first": 1, "evict_normal": 2}
-        hints = {("load", codes[flavor.load_hint]), ("store", codes[flavor.store_hint])}
-        assert set(gpu.world.hints) == hints
+        after = ptx_kernel("copy_flavors_bulk").hints()
+        hints = [codes[flavor.load_hint], codes[flavor.store_hint]]
+        for new, old, wanted in zip(after, before, hints, strict=True):
+            assert [hint for hint in range(3) if new[hint] > old[hint]] == [wanted]
     else:
         assert ("copy_flavor", 2, 512, 0) in gpu.launched
 
 
+@pytest.mark.sim
 def test_two_ranks_copy_to_and_from_each_other(monkeypatch):
     gpu = FakeGpu(monkeypatch, size=2)
     meeting, told = threading.Barrier(2, timeout=60), [None, None]
@@ -155,24 +166,26 @@ def test_two_ranks_copy_to_and_from_each_other(monkeypatch):
     assert results == [[True] * 3] * 2
     # Pushed: what arrived here is the other's; pulled: the same.
     for rank in range(2):
-        own = gpu.view(BASES[rank], AREA)
-        other = [gpu.view(BASES[1 - rank] + n * AREA, AREA) for n in range(3)]
+        own = gpu.view(gpu.base(rank), AREA)
+        other = [gpu.view(gpu.base(1 - rank) + n * AREA, AREA) for n in range(3)]
         assert (own != other[0]).any()
         assert (other[1] == own).all()
         assert (other[2] == own).all()
 
 
+@pytest.mark.sim
 def test_a_wrong_copy_is_told(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     copies = make(gpu, group_of())
     assert copies.check("push", FLAVORS[0], 2)
-    gpu.view(BASES[0] + 2 * AREA - 1, 1)[0] ^= 1  # in what has arrived
+    gpu.view(gpu.base() + 2 * AREA - 1, 1)[0] ^= 1  # in what has arrived
     assert not copies.check("staged", FLAVORS[0], 2)
     assert copies.check("pull", FLAVORS[0], 2)
-    gpu.view(BASES[0] + 3 * AREA, 1)[0] = 1  # a bulk load took too long
+    gpu.view(gpu.base() + 3 * AREA, 1)[0] = 1  # a bulk load took too long
     assert not copies.check("pull", FLAVORS[0], 2)
 
 
+@pytest.mark.sim
 def test_each_timed_copy_begins_with_a_flush_and_a_barrier(monkeypatch):
     gpu, order = FakeGpu(monkeypatch), []
     copies = make(gpu, group_of(), lambda: order.append("barrier"))

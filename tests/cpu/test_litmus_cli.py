@@ -1,13 +1,11 @@
-"""The command ``litmus`` with a GPU made of an interpreter: tables, verdicts, exit codes."""
+"""The command ``litmus`` on a simulated GPU: tables, verdicts, exit codes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-import threading
 import types
-from pathlib import Path
 
 import pytest
 
@@ -18,16 +16,19 @@ from deepep_cupy.engines.gpu.topology import Gpu, Topology
 from deepep_cupy.errors import PlatformError
 from deepep_cupy.litmus import command
 from deepep_cupy.litmus import runner as litmus
+from simulator.gpus import NUM_SMS, Gpus, LitmusGpu
+from simulator.ptx import text_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from litmus_model import BASES, NUM_SMS, SIZE, TEXT, Model, programs_of
-from ptx_grid.world import World
-
+pytestmark = pytest.mark.sim
+TEXT = text_of("litmus")
 GPU = Gpu(0, "here", 0, "GPU-1", "Test GPU", NUM_SMS, (8, 9), 1 << 30)
 
 
 class Region:
-    base, peer_base, closed = BASES[0], [BASES[0]], False
+    closed = False
+
+    def __init__(self, base):
+        self.base, self.peer_base = base, [base]
 
     def close(self, meet):
         meet()
@@ -37,7 +38,7 @@ class Region:
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """One simulated GPU, a cache folder, and fewer tests that count sooner."""
-    text = {"ptx": TEXT}
+    text = {"ptx": TEXT, "has_l1": True}
     device = types.SimpleNamespace(
         Device=lambda number: contextlib.nullcontext(),
         runtime=types.SimpleNamespace(driverGetVersion=lambda: 13000),
@@ -48,15 +49,18 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(litmus.Words, "rounds", lambda words, protocol: 2)
     monkeypatch.setitem(main.COMMANDS, "litmus", "")
     monkeypatch.setattr(command, "survey", lambda group: Topology((GPU,)))
-    monkeypatch.setattr(command, "open_region", lambda group, device, nbytes: Region())
+    monkeypatch.setattr(command, "open_region", lambda group, device, nbytes: Region(base))
     monkeypatch.setenv("DEEPEP_CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("DEEPEP_CUPY_LOADS", raising=False)
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
 
+    base = Gpus().base(0, 0)  # the same of each
+
     def machine(num_sms):
-        world = World(SIZE, num_sms=num_sms)
-        return Model(world, 0, programs_of(litmus=text["ptx"]), threading.Lock())
+        assert num_sms == NUM_SMS
+        gpus = Gpus(has_l1=text["has_l1"])
+        return LitmusGpu(gpus, 0, gpus.run, {"litmus": text["ptx"]})
 
     def some_tests(producers, *, bulk):
         wanted = {access.load(loads) for access in policy.ACCESSES for loads in ("nc", "coherent")}
@@ -116,8 +120,8 @@ def test_a_planted_fault_is_caught_and_nothing_is_kept(gpu, capsys):
     assert not verdict()
 
 
-def test_a_planted_fault_on_a_gpu_without_l1_is_not_seen(gpu, capsys, monkeypatch):
-    monkeypatch.setattr("ptx_grid.world.FILLS_L1", ())
+def test_a_planted_fault_on_a_gpu_without_l1_is_not_seen(gpu, capsys):
+    gpu["has_l1"] = False
     assert run("--plant") == 0
     assert "was not seen" in capsys.readouterr().err
     assert run() == 0

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 from itertools import takewhile
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ptx_machine.program import Program
-from ptx_machine.ranks import ENTRY, TEXT, shape
-
 from deepep_cupy.engines.gpu.kernels import get_kernel
 from deepep_cupy.engines.gpu.ptx_barrier import PtxBarrier, ptx_barrier_values
+from deepep_cupy.engines.gpu.ptx_modules import get_module
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.compile import Loaded
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants
 from deepep_cupy.protocol.headers import Kind, RefusalCode
 from deepep_cupy.protocol.sizes import MAX_RANKS
+from simulator.ptx import params_of
 
+ENTRY = get_module("peer_barrier").entry("peer_barrier")
+TEXT = get_module("peer_barrier").path.read_text(encoding="utf-8")
 STRONG = ("ld.relaxed", "ld.acquire", "st.relaxed", "st.release", "atom", "red", "fence", "bar.")
 BODY = TEXT[TEXT.index("\n{\n") : TEXT.rindex("}")]
+
+
+def shape(num_ranks):
+    return KernelShape(num_ranks=num_ranks, num_threads=64, turns_per_check=4)
 
 
 def comm_of(num_ranks):
@@ -46,7 +47,7 @@ def comm_of(num_ranks):
 
 
 def test_parameters_lie_where_they_are_packed():
-    found = Program(TEXT).params
+    found = params_of(TEXT)
     layout = ENTRY.layout({})
     assert found == {name: field.offset for name, field in layout.fields.items()}
     assert tuple(found.values()) == ENTRY.param_offsets({})
@@ -142,7 +143,7 @@ def strong_instructions():
 
 
 def test_every_strong_instruction_is_where_the_argument_has_it():
-    """The machine of Python models no missing acquire; this table does."""
+    """So that none can be weakened unnoticed where the simulator's seeds would not show it."""
     relaxed_gpu, relaxed_sys = "ld.relaxed.gpu", "ld.relaxed.sys"
     assert strong_instructions() == {
         "ENTER": [relaxed_gpu, relaxed_gpu, relaxed_sys, "atom.relaxed.gpu", "st.relaxed.sys"],

@@ -8,7 +8,7 @@ DEVICE u32 shared_address(const void* p) {
 
 DEVICE Vec16 ld_shared_v4(const void* p, sim::Where where = SIM_HERE) {
     Vec16 v;
-    sim::shared_load16(&v, p, where);
+    sim::shared_load(&v, p, 16, where);
     return v;
 }
 DEVICE void st_shared_v4(void* p, const Vec16& v, sim::Where where = SIM_HERE) {

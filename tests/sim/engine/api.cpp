@@ -83,6 +83,7 @@ void sim_new(u64 seed, u32 num_ranks, u32 granule_shift, u32 max_blocks, u32 num
     m.current = nullptr;
     for (u32 r = 0; r < num_ranks; ++r) {
         Rank& rank = m.ranks[r];
+        rank.gpu = r;
         u32 host = m.new_dim(r);
         rank.first_dim = view_pool.num_dims;
         rank.clocks.assign(max_blocks * num_threads, 0);
@@ -101,6 +102,15 @@ void sim_set_option(const char* name, double value) {
     Profile& p = m.profile;
     if (n == "loads") p.loads = static_cast<Loads>(static_cast<int>(value));
     if (n == "blocks_per_sm") p.blocks_per_sm = static_cast<u32>(value);
+    if (n == "num_sms") m.options.num_sms = static_cast<u32>(value);
+    if (n == "remote_loads") m.options.remote_loads = value != 0;
+    if (n == "shared_rubbish") m.options.shared_rubbish = value != 0;
+    if (n == "start_at_once" && value != 0) {
+        p.start_chance = 1;
+        p.stream_delay = 0;
+        for (Rank& rank : m.ranks) rank.not_before = 0;
+    }
+    if (n == "l1_misses") p.l1_misses = value;
     if (n == "slots") m.options.slots = static_cast<u32>(value);
     if (n == "stop_at") m.options.stop_at = static_cast<u64>(value);
     if (n == "max_steps") m.options.max_steps = static_cast<u64>(value);
@@ -130,15 +140,29 @@ void sim_label(u32 region, u64 offset, u64 bytes, const char* name) {
     m.trace.labels.push_back({region, offset, bytes, name});
 }
 
+// Lets a rank be another stream of a GPU.
+void sim_share_gpu(u32 rank, u32 gpu) { m.ranks[rank].gpu = gpu; }
+
 // Bytes as they are before the run, known to everybody.
 void sim_poke(u32 region, u64 offset, u64 bytes, const void* data, int use) {
     Region& r = *m.regions[region];
     mark_range(r, offset, bytes, static_cast<Use>(use), 0);
     std::memcpy(&r.bytes[offset], data, bytes);
     for (u64 i = offset >> m.options.granule_shift; i < (offset + bytes) >> m.options.granule_shift; ++i) {
-        r.cells[i].fresh = false;
+        Cell& cell = r.cells[i];
+        cell.fresh = cell.more_reads = false;
+        cell.write = cell.read = Mark{};
+        if (cell.word == 0) continue;
+        Word& word = *m.words[cell.word];
+        if (word.offset >> m.options.granule_shift != i) continue;
+        word.first = word.newest() + 1;
+        word.writes.assign(1, Write{});
+        std::memcpy(&word.writes[0].value, &r.bytes[word.offset], word.bytes);
     }
 }
+
+// Where the host itself finds the bytes of a region, while nothing runs.
+void* sim_bytes(u32 region) { return m.regions[region]->bytes.data(); }
 
 void sim_peek(u32 region, u64 offset, u64 bytes, void* data) {
     std::memcpy(data, &m.regions[region]->bytes[offset], bytes);
@@ -197,8 +221,14 @@ void sim_event(int kind, u64 step, u32 rank, u32 block, u64 amount, u32 region, 
     m.events.push_back({step, static_cast<Event::Kind>(kind), rank, block, amount, region, offset});
 }
 
-// Runs to the end; returns the number of faults.
+// Runs to the end; returns the number of faults. A run that follows another one begins when the
+// host has seen that one's end: all of it is known to all streams.
 u32 sim_run() {
+    for (Rank& rank : m.ranks) {
+        for (Rank& other : m.ranks) {
+            if (m.step > 0 && &rank != &other) rank.stream.join(other.stream.snapshot());
+        }
+    }
     set_trap();
     try {
         run_machine();

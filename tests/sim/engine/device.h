@@ -20,13 +20,15 @@ struct Where {
 enum class Order : u8 { weak, relaxed, acquire, release, acq_rel };
 enum class Scope : u8 { none, cta, gpu, sys };
 enum class Cache : u8 { allocate, no_allocate, read_only };  // read_only: nc, without allocation
-enum class Rmw : u8 { add, bit_or, cas };
+enum class Rmw : u8 { add, bit_or, cas, max };
 enum class WarpOp : u8 { barrier, ballot, shuffle };
 
 // ---- who runs ----
 u32 thread_index();
 u32 block_index();
 u32 num_blocks();
+u32 num_threads();
+u32 sm_index();
 void* shared_base();
 
 // ---- global memory ----
@@ -46,7 +48,7 @@ void poll_pause(Where where);
 u32 shared_rmw(u32* p, u32 value, int op, Where where);  // op 0: add, 1: or, 2: min
 
 // ---- the bulk copy engine ----
-void shared_load16(void* out, const void* p, Where where);
+void shared_load(void* out, const void* p, u32 bytes, Where where);
 void shared_store(void* p, const void* data, u32 bytes, Where where);
 void mbarrier_init(void* barrier, u32 arrivals, Where where);
 void fence_mbarrier_init(Where where);

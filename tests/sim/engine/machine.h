@@ -209,7 +209,8 @@ struct Launch {
     ViewRef end;
 };
 
-struct Rank {
+struct Rank {  // one stream; `gpu` is the rank whose memory, SMs and scope it has
+    u32 gpu = 0;
     std::vector<Command> commands;
     std::size_t next_command = 0;
     std::unique_ptr<Launch> launch;
@@ -271,6 +272,7 @@ struct Profile {
     u32 slow_steps = 400;
     double copy_chance = 0.3;   // of progress with a copy at a scheduling point
     double start_chance = 0.2;  // of starting a block or a command
+    double l1_misses = 0.1;     // of loads that find a stale line in L1
     double false_wait = 0.2;    // mbarrier.try_wait says no although the phase is complete
     u32 change_every = 300;     // steps between changes of priority
     u32 lanes = 0;              // 0 random, 1 lowest first, 2 highest first
@@ -290,6 +292,9 @@ struct Options {
     int loads = -1;              // -1: from the seed
     bool strict_control = true;  // races on control words count even in operations that fail
     u32 blocks_per_sm = 1;
+    u32 num_sms = 0;             // not 0: blocks go round and round so many
+    bool remote_loads = true;    // of memory of other ranks
+    bool shared_rubbish = false; // shared memory that nobody has written may be read
     u32 max_blocks = 8;          // the largest grid of the run, for numbering threads
     u32 num_threads = 64;        // the largest block
 };
@@ -320,6 +325,7 @@ struct Machine {
     u32 granule = 4;
 
     u32 new_dim(u32 rank);
+    u32 gpu_of(u32 rank) const { return ranks[rank].gpu; }
 };
 
 extern Machine m;

@@ -109,7 +109,7 @@ u32 Machine::new_dim(u32 rank) {
 }
 
 bool morally_strong(u32 rank_a, u8 strength_a, u32 rank_b, u8 strength_b) {
-    u8 least = rank_a == rank_b ? kGpuScope : kSysScope;
+    u8 least = m.gpu_of(rank_a) == m.gpu_of(rank_b) ? kGpuScope : kSysScope;
     return strength_a >= least && strength_b >= least;
 }
 
@@ -129,7 +129,7 @@ Place translate(const void* p, u32 bytes, u32 rank, Where where) {
     if (address < kAddressBase || observer > 15) {
         fatal("not an address of global memory: " + std::to_string(address) + " at " + line);
     }
-    if (observer != rank) {
+    if (observer != m.gpu_of(rank)) {
         fatal("rank " + std::to_string(rank) + " uses an address as mapped on rank " +
               std::to_string(observer) + " at " + line);
     }

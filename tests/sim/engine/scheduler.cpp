@@ -143,7 +143,7 @@ void start_command(Rank& rank, u32 number) {
         launch.waiting.push_back(i);
     }
     for (auto& [key, sm] : m.sms) {  // a kernel starts with an empty L1
-        if (key >> 32 == number) sm.lines.clear();
+        if (key >> 32 == rank.gpu) sm.lines.clear();
     }
     m.trace.add({m.step, c.op, c.grid, {"host", 0}, 0, 0xffff, 0, 0xffff, 0,
                  static_cast<u8>(number), Did::launch, Order::weak, Scope::none, false});
@@ -289,7 +289,7 @@ void take_step() {
 }  // namespace
 
 void run_machine() {
-    reset_stacks();
+    if (m.step == 0) reset_stacks();
     while (!m.over && !all_done() && m.step < m.options.stop_at) {
         take_step();
         if (m.step > m.options.max_steps) {

@@ -67,7 +67,7 @@ void shared_access(Block& block, const Actor& a, u64 offset, u32 bytes, bool wri
     SharedMark mine{a.mark, pc};
     for (u64 i = offset / kWord; i <= (offset + bytes - 1) / kWord; ++i) {
         SharedCell& cell = block.shared_cells[i];
-        if (!writing && cell.write.mark.epoch.clock == 0) {
+        if (!writing && cell.write.mark.epoch.clock == 0 && !m.options.shared_rubbish) {
             shared_fault("read of shared memory that nobody has written", a, mine, mine, i * kWord);
             cell.write = mine;
         }
@@ -114,13 +114,13 @@ static u32 record_wrapper(Thread& t, Did did, u32 bytes, Where where) {
                         static_cast<u8>(t.rank), did, Order::weak, Scope::cta, false});
 }
 
-void shared_load16(void* out, const void* p, Where where) {
+void shared_load(void* out, const void* p, u32 bytes, Where where) {
     Thread& t = *m.current;
     maybe_switch(t, where);
-    u32 record = record_wrapper(t, Did::load, 16, where);
-    shared_access(*t.block, actor_of(t, kWeakAccess, record), shared_offset(*t.block, p, 16, where),
-                  16, false, nullptr);
-    std::memcpy(out, p, 16);
+    u32 record = record_wrapper(t, Did::load, bytes, where);
+    shared_access(*t.block, actor_of(t, kWeakAccess, record),
+                  shared_offset(*t.block, p, bytes, where), bytes, false, nullptr);
+    std::memcpy(out, p, bytes);
 }
 
 void shared_store(void* p, const void* data, u32 bytes, Where where) {

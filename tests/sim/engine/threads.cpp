@@ -166,7 +166,7 @@ void start_block(Launch& launch, u32 index) {
     const Command& command = *launch.command;
     Rank& rank = m.ranks[launch.rank];
     block.started = true;
-    block.sm = index / m.profile.blocks_per_sm;
+    block.sm = m.options.num_sms ? index % m.options.num_sms : index / m.profile.blocks_per_sm;
     block.shared_memory.assign(command.shared_bytes + 256, 0);
     for (u8& byte : block.shared_memory) byte = static_cast<u8>(m.random.next());
     u64 base = reinterpret_cast<u64>(block.shared_memory.data());
@@ -200,6 +200,8 @@ void start_block(Launch& launch, u32 index) {
 u32 thread_index() { return m.current->index; }
 u32 block_index() { return m.current->block->index; }
 u32 num_blocks() { return m.current->block->launch->command->grid; }
+u32 num_threads() { return m.current->block->launch->command->threads; }
+u32 sm_index() { return m.current->block->sm; }
 void* shared_base() { return m.current->block->shared; }
 
 bool block_barrier(bool predicate, Where where) {
@@ -249,7 +251,7 @@ u32 warp_meet(WarpOp op, u32 value, u32 source_lane, Where where) {
 u64 global_timer(Where where) {
     Thread& t = *m.current;
     maybe_switch(t, where);
-    return m.now + m.ranks[t.rank].clock_offset + t.block->skew;
+    return m.now + m.ranks[m.gpu_of(t.rank)].clock_offset + t.block->skew;
 }
 
 void wake_watchers(u64 key) {

@@ -93,17 +93,19 @@ void make_slow(Write& write) {
 }
 
 const ViewRef& message_for(const Write& write, u32 reader_rank) {
-    bool same = m.rank_of_dim[write.mark.epoch.dim] == reader_rank;
+    bool same = m.gpu_of(m.rank_of_dim[write.mark.epoch.dim]) == m.gpu_of(reader_rank);
     return same ? write.for_gpu : write.for_sys;
 }
 
+Sm& sm_of(Thread& t) { return m.sms[static_cast<u64>(m.gpu_of(t.rank)) << 32 | t.block->sm]; }
+
 void acquired(Thread& t) {
     t.block->last_acquire = m.step;
-    m.sms[static_cast<u64>(t.rank) << 32 | t.block->sm].last_acquire = m.step;
+    sm_of(t).last_acquire = m.step;
 }
 
 void take_message(Thread& t, Word& word, const Write& write, Order order, Scope scope) {
-    bool same = m.rank_of_dim[write.mark.epoch.dim] == t.rank;
+    bool same = m.gpu_of(m.rank_of_dim[write.mark.epoch.dim]) == m.gpu_of(t.rank);
     bool acquires = (order == Order::acquire || order == Order::acq_rel) &&
                     (same || scope == Scope::sys);
     if (acquires) {
@@ -168,11 +170,11 @@ void watch(Thread& t, Place at) {
 // ---- L1: lines of 16 bytes that an SM has read ----
 
 bool stale_in_l1(Thread& t, Place at, u32 bytes, u8* out) {
-    Sm& sm = m.sms[static_cast<u64>(t.rank) << 32 | t.block->sm];
+    Sm& sm = sm_of(t);
     auto found = sm.lines.find(static_cast<u64>(at.region->index) << 40 | at.offset >> 4);
     if (found == sm.lines.end()) return false;
     u64 limit = m.profile.loads == Loads::strict ? t.block->last_acquire : sm.last_acquire;
-    if (found->second.fetched <= limit || m.random.chance(0.1)) return false;
+    if (found->second.fetched <= limit || m.random.chance(m.profile.l1_misses)) return false;
     std::memcpy(out, found->second.bytes + at.offset % 16, bytes);
     return true;
 }
@@ -180,7 +182,7 @@ bool stale_in_l1(Thread& t, Place at, u32 bytes, u8* out) {
 void fill_l1(Thread& t, Place at) {
     u64 line = at.offset & ~15ull;
     if (line + 16 > at.region->bytes.size()) return;
-    Sm& sm = m.sms[static_cast<u64>(t.rank) << 32 | t.block->sm];
+    Sm& sm = sm_of(t);
     L1Line& entry = sm.lines[static_cast<u64>(at.region->index) << 40 | line >> 4];
     entry.fetched = m.step;
     std::memcpy(entry.bytes, &at.region->bytes[line], 16);
@@ -206,7 +208,7 @@ void load_data(Thread& t, Place at, u32 bytes, u8* out, Order order, Scope scope
 
 void drop_from_l1(Thread& t, Place at, u32 bytes) {
     if (m.profile.loads == Loads::ptx) return;
-    Sm& sm = m.sms[static_cast<u64>(t.rank) << 32 | t.block->sm];
+    Sm& sm = sm_of(t);
     for (u64 line = at.offset >> 4; line <= (at.offset + bytes - 1) >> 4; ++line) {
         sm.lines.erase(static_cast<u64>(at.region->index) << 40 | line);
     }
@@ -218,6 +220,10 @@ u64 load(const void* p, u32 bytes, Order order, Scope scope, Cache cache, Where 
     Thread& t = *m.current;
     maybe_switch(t, where);
     Place at = translate(p, bytes, t.rank, where);
+    int owner = at.region->owner;
+    if (!m.options.remote_loads && owner >= 0 && owner != static_cast<int>(m.gpu_of(t.rank))) {
+        fatal("a load of another rank's " + m.trace.name_of(at.region->index, at.offset));
+    }
     if (order != Order::weak) watch(t, at);
     if (order != Order::weak) {
         if (order == Order::acquire) acquired(t);
@@ -282,7 +288,7 @@ u64 read_modify_write(void* p, u32 bytes, Rmw op, u64 operand, u64 expected, Ord
     maybe_switch(t, where);
     t.turn_active = true;
     Place at = translate(p, bytes, t.rank, where);
-    if (at.region->owner != static_cast<int>(t.rank) && scope != Scope::sys) {
+    if (at.region->owner != static_cast<int>(m.gpu_of(t.rank)) && scope != Scope::sys) {
         fatal("an atomic of gpu scope on memory of another rank: " + m.trace.name_of(at.region->index, at.offset));
     }
     Word& word = make_word(at, bytes);
@@ -293,6 +299,7 @@ u64 read_modify_write(void* p, u32 bytes, Rmw op, u64 operand, u64 expected, Ord
         writes = before == expected;
         after = operand;
     }
+    if (op == Rmw::max) after = std::max(before, operand);
     if (bytes == 4) after &= 0xffffffffu;
     t.knowledge.raise_floor(word.id, word.newest());
     if (returns) {

@@ -24,7 +24,7 @@ KERNEL_OPTIONS = (
     *(STANDARD, "-Og", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off"),
     *("-fno-strict-aliasing", "-w", "-fsanitize=thread"),  # for its hooks: engine/shared.cpp
 )
-
+PTX_OPTIONS = (STANDARD, "-O0", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-w")
 
 KEEP_SECONDS = 7 * 24 * 3600
 
@@ -67,6 +67,11 @@ def build_kernel(text: str) -> Path:
     """Compile a flattened text with its entry to a library that the engine loads."""
     compiled = _build(text.encode(), ["g++", *KERNEL_OPTIONS, "-c"], [], ".o")
     return _build(compiled.name.encode(), ["g++", "-shared"], [str(compiled)], ".so")
+
+
+def build_ptx(text: str) -> Path:
+    """Compile a translated PTX module; all that it shares with others goes through the engine."""
+    return _build(text.encode(), ["g++", *PTX_OPTIONS, f"-I{SIM}", "-shared"], [], ".so")
 
 
 def build_engine() -> Path:

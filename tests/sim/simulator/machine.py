@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from simulator.build import build_engine
 
@@ -60,7 +63,9 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "sim_add_region": (_u32, (_text, _u64, _int)),
     "sim_address": (_u64, (_u32, _u32, _u64)),
     "sim_label": (None, (_u32, _u64, _u64, _text)),
+    "sim_share_gpu": (None, (_u32, _u32)),
     "sim_poke": (None, (_u32, _u64, _u64, _text, _int)),
+    "sim_bytes": (_p, (_u32,)),
     "sim_peek": (None, (_u32, _u64, _u64, _p)),
     "sim_load_kernel": (_p, (_text,)),
     "sim_launch": (None, (_u32, _u32, _p, _u32, _u32, _u32, _text, _u64)),
@@ -136,6 +141,10 @@ class Machine:
         passing; only the wrappers know what to do with it."""
         return int(self._do.sim_address(observer, region, offset))
 
+    def share_gpu(self, rank: int, gpu: int) -> None:
+        """Let ``rank`` be another stream of rank ``gpu``'s GPU; addresses are that rank's."""
+        self._do.sim_share_gpu(rank, gpu)
+
     def label(self, region: int, offset: int, nbytes: int, name: str) -> None:
         """Name bytes for reports."""
         self._do.sim_label(region, offset, nbytes, name.encode())
@@ -149,6 +158,11 @@ class Machine:
         buffer = ctypes.create_string_buffer(nbytes)
         self._do.sim_peek(region, offset, nbytes, buffer)
         return buffer.raw
+
+    def view(self, region: int, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """The bytes themselves; they are gone with the next Machine."""
+        place = self._do.sim_bytes(region) + offset
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place))
 
     def launch(
         self, rank: int, op: int, library: Path, grid: int, threads: int, shared: int, params: bytes
@@ -203,7 +217,7 @@ class Machine:
         self._do.sim_event(2, step, rank, 0, value, region, offset)
 
     def run(self) -> list[Fault]:
-        """Run all streams to their end."""
+        """Run all streams to their end; more may be appended, and run, afterwards."""
         count = self._do.sim_run()
         return [self._fault(i) for i in range(count)]
 
@@ -221,6 +235,11 @@ class Machine:
     def steps(self) -> int:
         """Wrapper calls so far."""
         return int(self._do.sim_steps())
+
+    @property
+    def now(self) -> int:
+        """Virtual nanoseconds."""
+        return int(self._do.sim_now())
 
     @property
     def profile(self) -> str:

@@ -1,23 +1,21 @@
-"""The copying modules and the flush on an interpreter of PTX: every byte, every kind, odd sizes."""
+"""The copying modules and the flush on a simulated GPU: every byte, every kind, odd sizes."""
 
 from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 from deepep_cupy.bench import flavors
 from deepep_cupy.engines.gpu.ptx_modules import get_module
 from deepep_cupy.jit.launch import Packed
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ptx_grid.text import Program, PtxError
-from ptx_grid.world import World
+from simulator.gpus import Gpus
+from simulator.ptx import PtxError, ptx_kernel
 
 TO, FROM, FAILED, SIZE = 0x40000, 0x1000, 0x80, 0x80000
+STAGES_BYTES = 4 * 3584
+"""Of a warp that copies in bulk."""
 
 
 def entry_of(name):
@@ -25,15 +23,31 @@ def entry_of(name):
     return module.entries[0], module.path.read_text(encoding="utf-8")
 
 
-def run(name, *, text=None, grid=2, num_threads=32, seed=0, nbytes=SIZE, **values):
-    """One launch; the world after it."""
-    entry, its_text = entry_of(name)
-    params = Packed(entry.layout({}), values, name).tobytes()
-    world = World(nbytes, num_sms=2, seed=seed)
-    world.memory[FROM:TO] = random.Random(seed).randbytes(TO - FROM)
-    world.gpus[0].launch(Program(text or its_text), grid, num_threads, params)
-    world.run()
-    return world
+class Copied:
+    """One launch, and the memory after it."""
+
+    def __init__(self, name, *, text=None, grid=2, num_threads=32, seed=0, faults=(), **values):
+        entry, _ = entry_of(name)
+        gpus = Gpus(seed=seed, nbytes=SIZE, max_blocks=grid, num_threads=num_threads)
+        base = gpus.base(0, 0)
+        gpus.poke(base + FROM, random.Random(seed).randbytes(TO - FROM))
+        places = {key: base + values[key] for key in values if key in PLACES}
+        params = Packed(entry.layout({}), values | places, name).tobytes()
+        dynamic = num_threads // 32 * STAGES_BYTES if name == "copy_flavors_bulk" else 0
+        before = ptx_kernel(name, text).hints()
+        gpus.launch(0, 0, name, grid, num_threads, params, text=text, dynamic=dynamic)
+        gpus.run()
+        assert [fault.kind for fault in gpus.faults] == list(faults), gpus.faults
+        self.memory = gpus.peek(base, SIZE)
+        after = ptx_kernel(name, text).hints()
+        self.hints = [
+            {hint for hint in range(3) if new[hint] > old[hint]}
+            for new, old in zip(after, before, strict=True)
+        ]
+
+
+PLACES = ("to", "from", "failed", "scratch")
+run = Copied
 
 
 def assert_copied(world, nbytes):
@@ -101,7 +115,7 @@ def test_one_warp_goes_round_its_stages(nbytes, seed):
 def test_hints_are_what_was_asked_for(load_hint, store_hint):
     world = bulk(9 * PIECE, load_hint=load_hint, store_hint=store_hint, grid=1)
     assert_copied(world, 9 * PIECE)
-    assert set(world.hints) == {("load", load_hint), ("store", store_hint)}
+    assert world.hints == [{load_hint}, {store_hint}]
 
 
 FAULTS = {
@@ -141,13 +155,8 @@ def test_a_load_that_never_comes_ends_the_wait():
     _, text = entry_of("copy_flavors_bulk")
     wait = "mbarrier.try_wait.parity.shared::cta.b64 %p_is, [%r_bar], %r_parity;"
     assert text.count(wait) == 1
-    text = text.replace(wait, "mov.pred %p_is, 0;")
-    entry, _ = entry_of("copy_flavors_bulk")
-    values = {"to": TO, "from": FROM, "num_bytes": PIECE, "failed": FAILED, "limit_ns": 100_000}
-    params = Packed(entry.layout({}), {**values, "load_hint": 0, "store_hint": 0}, "").tobytes()
-    world = World(SIZE)
-    world.gpus[0].launch(Program(text), 1, 32, params)
-    world.run()
+    text, given_up = text.replace(wait, "mov.pred %p_is, 0;"), ["unfinished copies"]
+    world = bulk(PIECE, text=text, grid=1, num_threads=32, faults=given_up)
     assert world.memory[FAILED] == 1
 
 

@@ -1,4 +1,4 @@
-"""The litmus module and what drives it, on an interpreter of PTX whose SMs have L1 caches."""
+"""The litmus modules and what drives them, on simulated GPUs whose SMs have L1 caches."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepep_cupy.engines.gpu.loads import PROTOCOLS
+from deepep_cupy.engines.gpu.ptx_modules import get_module
 from deepep_cupy.jit.compile import Loaded
 from deepep_cupy.jit.inspect import find_tool
 from deepep_cupy.litmus import runner as litmus
 from deepep_cupy.litmus.runner import BULK_LOADS, LOADS, WIDTHS, Test, Words
+from simulator.gpus import NUM_SMS, NUM_THREADS, Gpus, one_rank, two_ranks
+from simulator.ptx import ptx_kernel, text_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from litmus_model import BASES, NUM_SMS, SIZE, TEXT, TEXTS, one_rank, two_ranks
-from ptx_grid.text import Program
-from ptx_grid.world import World
-
+TEXT, BULK_TEXT = text_of("litmus"), text_of("litmus_bulk")
+NO_PROXY_FENCE = "no proxy fence between a write and a bulk copy's read"
 FILLS_L1 = {"ld.global", "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last"}
 STALE_IN = {"other SM", "relaxed"}
 """Protocols in which nothing empties the reader's L1."""
@@ -31,6 +30,11 @@ STALE_IN = {"other SM", "relaxed"}
 def swap(text, old, new):
     assert text.count(old) == 1, (text.count(old), old)
     return text.replace(old, new)
+
+
+def assert_ordered(machine, *, but=()):
+    """Nothing is a race but what is meant to be one."""
+    assert {fault.kind for fault in machine.gpus.faults} <= set(but), machine.gpus.faults
 
 
 def assert_as_modelled(reading):
@@ -50,8 +54,11 @@ def test_one_gpu(producer):
     for number, test in enumerate(litmus.every_test([producer], bulk=True)):
         if test.nbytes < 16 and test.protocol not in ("reader", "relaxed"):
             continue
-        one, _ = one_rank(seed=number)
+        one, machine = one_rank(seed=number)
         assert_as_modelled(one.run(test))
+        unfenced = test.load == BULK_LOADS[1] and test.protocol != "boundary"
+        assert_ordered(machine, but=[NO_PROXY_FENCE] if unfenced else [])
+        assert bool(machine.gpus.faults) == unfenced
 
 
 @pytest.mark.slow
@@ -93,11 +100,11 @@ def test_all_situations_are_there_once():
 
 
 class FakeCuda:
-    """What ``CupyMachine`` needs of CuPy and the driver, on a world of the interpreter."""
+    """What ``CupyMachine`` needs of CuPy and the driver, on a simulated GPU."""
 
     def __init__(self, monkeypatch):
         vars(self).update(memcpyHostToDevice=1, memcpyDeviceToHost=2)
-        self.world = World(SIZE, num_sms=NUM_SMS)
+        self.gpus = Gpus()
         self.programs, self.prepared, fake = [], [], self
 
         class Stream:
@@ -109,7 +116,7 @@ class FakeCuda:
                 self.ptr = Stream.made
 
             def synchronize(self):
-                fake.world.run()
+                fake.gpus.run()
 
         cuda = types.SimpleNamespace(runtime=self, Stream=Stream)
         monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
@@ -118,29 +125,31 @@ class FakeCuda:
         monkeypatch.setattr(litmus, "Launch", lambda *a, **k: launch(*a, **k, driver=self))
 
     def load(self, module, name):
-        self.programs.append(Program(module.path.read_text()))
+        self.programs.append(module.name)
         return Loaded(name, len(self.programs) - 1, ()), module.entry(name)
 
     def memcpy(self, to, source, nbytes, kind):
         if kind == self.memcpyHostToDevice:
-            self.world.memory[to : to + nbytes] = ctypes.string_at(source, nbytes)
+            self.gpus.poke(to, ctypes.string_at(source, nbytes))
         else:
-            ctypes.memmove(to, bytes(self.world.memory[source : source + nbytes]), nbytes)
+            ctypes.memmove(to, self.gpus.peek(source, nbytes), nbytes)
 
     def deviceSynchronize(self):
-        self.world.run()
+        self.gpus.run()
 
     def prepare(self, function, grid, threads, shared_bytes, params):
         assert (threads, shared_bytes) == (128, 0)
         self.prepared.append(grid)
-        program = self.programs[function]
+        name = self.programs[function]
+        entry = get_module(name).entry(name)
         pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
 
         def call(stream):
             packed = bytearray(96)
-            for number, (offset, nbytes) in enumerate(program.params.values()):
+            for number, (param, offset) in enumerate(ptx_kernel(name).params.items()):
+                nbytes = entry.layout({}).fields[param].nbytes
                 packed[offset : offset + nbytes] = ctypes.string_at(pointers[number], nbytes)
-            self.world.gpus[0].launch(program, grid, 4, bytes(packed), stream)
+            self.gpus.launch(0, stream - 1, name, grid, NUM_THREADS, bytes(packed))
 
         return call
 
@@ -155,7 +164,7 @@ def test_launches_on_a_real_machine_are_packed_as_the_module_reads_them(monkeypa
     fake = FakeCuda(monkeypatch)
     machine = litmus.CupyMachine(NUM_SMS)
     assert set(fake.prepared) == {1, 2, 8}  # before anything runs
-    memory = litmus.RankMemory(0, BASES[0], 0, lambda value: [value])
+    memory = litmus.RankMemory(0, fake.gpus.base(0, 0), 0, lambda value: [value])
     one = litmus.Litmus(machine, memory, Words(8, 4, 0.5))
     for producer, protocol, load in (
         ("kernel", "relaxed", "ld.global.nc"),
@@ -178,7 +187,7 @@ def test_roles_are_on_the_sms_they_must_be_on(producer, protocol):
     def board(one, machine, rank=0):
         one.run(test)
         words = np.zeros(4, np.uint32)
-        machine.read(BASES[rank] + litmus._BOARD, words)
+        machine.read(machine.gpus.base(rank, rank) + litmus._BOARD, words)
         return [int(word) for word in words]
 
     if producer == "peer":
@@ -192,8 +201,7 @@ def test_roles_are_on_the_sms_they_must_be_on(producer, protocol):
 
 
 def test_a_watcher_that_finds_no_place_is_told():
-    one, machine = one_rank(Words(8, 4, 0.0002))
-    machine.place = lambda block: min(block, 1)  # nobody beside the reader
+    one, _ = one_rank(Words(8, 4, 0.0002), num_sms=0)  # nobody is beside the reader
     reading = one.run(Test("block", "local", "same SM", "ld.global", 16))
     assert re.search("gave up waiting for", reading.error)
 
@@ -205,7 +213,7 @@ def test_words_are_rewritten_where_the_pointer_leads():
         def memory(one, machine, rank, test=test):
             one.run(test)
             words = np.zeros(4 * 8, np.uint32)
-            machine.read(BASES[rank] + litmus._DATA, words)
+            machine.read(machine.gpus.base(rank, rank) + litmus._DATA, words)
             return words
 
         rounds = [words & 0xFFFF for words in two_ranks(memory)]
@@ -229,7 +237,7 @@ STORE = "st.global.v4.u32                 [%rd_at], {%r_w0, %r_w1, %r_w2, %r_w3}
     ],
 )
 def test_half_a_word_of_this_round_is_torn_within_a_load_else_stale(store, nbytes, stale, torn):
-    one, _ = one_rank(text=swap(TEXT, STORE, store))
+    one, _ = one_rank(litmus=swap(TEXT, STORE, store))
     reading = one.run(Test("kernel", "local", "reader", "ld.volatile.global", nbytes))
     assert (reading.stale, reading.torn, reading.wrong) == (stale, torn, 0)
     assert reading.oldest == 4
@@ -238,7 +246,7 @@ def test_half_a_word_of_this_round_is_torn_within_a_load_else_stale(store, nbyte
 @pytest.mark.parametrize("change", ["add.u32 %r_w0, %r_w0, 65536;", "add.u32 %r_w0, %r_w0, 1;"])
 def test_what_no_round_ever_wrote_is_wrong(change):
     """Another word's value, or that of a round to come."""
-    one, _ = one_rank(text=swap(TEXT, STORE, f"{change} {STORE}"))
+    one, _ = one_rank(litmus=swap(TEXT, STORE, f"{change} {STORE}"))
     reading = one.run(Test("kernel", "local", "reader", "ld.volatile.global", 16))
     assert (reading.stale, reading.torn, reading.wrong) == (0, 0, 32)
 
@@ -256,13 +264,13 @@ MISTAKES = {
 
 def test_a_reader_that_does_not_acquire_is_stale():
     text = swap(TEXT, *MISTAKES["the reader does not acquire"])
-    reading = one_rank(text=text)[0].run(Test("kernel", "local", "handed over", "ld.global", 16))
+    reading = one_rank(litmus=text)[0].run(Test("kernel", "local", "handed over", "ld.global", 16))
     assert reading.stale == reading.checks
 
 
 def test_a_watcher_that_does_not_acquire_leaves_l1_as_it_is():
     text = swap(TEXT, *MISTAKES["the watcher does not acquire"])
-    reading = one_rank(text=text)[0].run(Test("kernel", "local", "same SM", "ld.global", 16))
+    reading = one_rank(litmus=text)[0].run(Test("kernel", "local", "same SM", "ld.global", 16))
     assert reading.stale == reading.checks
 
 
@@ -295,7 +303,7 @@ WAITS = {
 @pytest.mark.parametrize("fault", WAITS)
 def test_every_wait_ends(fault):
     old, new, said = WAITS[fault]
-    one, _ = one_rank(Words(8, 4, 0.0003), text=swap(TEXT, old, new))
+    one, _ = one_rank(Words(8, 4, 0.0003), litmus=swap(TEXT, old, new))
     reading = one.run(Test("kernel", "local", "other SM", "ld.volatile.global", 16))
     assert re.search(f"gave up waiting for {said}", reading.error), reading.error
     assert reading.checks == 0 or not reading.bad
@@ -305,7 +313,7 @@ def test_two_ranks_hear_of_a_peer_that_gave_up():
     hands_back = "st.release.sys.global.u32 [%rd_ack], %r_round;"
     text = swap(TEXT, f"@!%p_alone {hands_back}", f"@!%p_first {hands_back}")
     test = Test("peer", "local", "reader", "ld.volatile.global", 16)
-    readings = two_ranks(lambda one, machine, rank: one.run(test), Words(8, 4, 0.0005), text)
+    readings = two_ranks(lambda one, machine, rank: one.run(test), Words(8, 4, 0.0005), litmus=text)
     assert readings[0] == readings[1]
     assert "gave up" in readings[0].error
 
@@ -353,22 +361,24 @@ def test_bulk_loads_are_made_by_their_own_module(load):
 def test_what_bulk_loads_bring_is_judged_as_other_words():
     """The writer leaves half of each word as it was."""
     half = swap(TEXT, STORE, "st.global.v2.u32 [%rd_at], {%r_w0, %r_w1};")
-    reading = one_rank(text=half)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    reading = one_rank(litmus=half)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
     assert (reading.stale, reading.torn, reading.wrong, reading.oldest) == (0, 32, 0, 4)
     other = swap(TEXT, STORE, f"add.u32 %r_w0, %r_w0, 65536; {STORE}")
-    reading = one_rank(text=other)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    reading = one_rank(litmus=other)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
     assert (reading.stale, reading.torn, reading.wrong) == (0, 0, 32)
 
 
 def test_a_bulk_reader_that_does_not_load_again_is_stale():
     old = "@%p_fence fence.proxy.async.global;"
-    text = swap(TEXTS["litmus_bulk"], old, f"@%p_counted bra ROUND_CAME; {old}")
-    reading = one_rank(bulk_text=text)[0].run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
+    text = swap(BULK_TEXT, old, f"@%p_counted bra ROUND_CAME; {old}")
+    reading = one_rank(litmus_bulk=text)[0].run(
+        Test("kernel", "local", "reader", BULK_LOADS[0], 16)
+    )
     assert (reading.stale, reading.torn, reading.wrong, reading.oldest) == (32, 0, 0, 4)
 
 
 def test_the_proxy_fence_is_there_or_not():
-    code = re.sub(r"//[^\n]*", "", TEXTS["litmus_bulk"])
+    code = re.sub(r"//[^\n]*", "", BULK_TEXT)
     between = code[code.index("LOAD_WORDS:") : code.index("WAIT_LOADED:")]
     fences = re.findall(r"^\s*(\S+ )?(fence\S*);", between, re.MULTILINE)
     assert fences == [("@%p_fence ", "fence.proxy.async.global")]
@@ -385,8 +395,8 @@ def test_a_bulk_reader_gives_up(label):
         "WAIT_ROUND": "setp.eq.u32                      %p_is, %r_seen, %r_round;",
         "WAIT_LOADED": "mbarrier.try_wait.parity.shared::cta.b64 %p_is, [%r_loaded], %r_parity;",
     }[label]
-    text = swap(TEXTS["litmus_bulk"], poll, "mov.pred %p_is, 0;")
-    one, _ = one_rank(Words(8, 4, 0.0003), bulk_text=text)
+    text = swap(BULK_TEXT, poll, "mov.pred %p_is, 0;")
+    one, _ = one_rank(Words(8, 4, 0.0003), litmus_bulk=text)
     reading = one.run(Test("kernel", "local", "reader", BULK_LOADS[0], 16))
     said = {"WAIT_ROUND": "the writer's or the watcher's round", "WAIT_LOADED": "a bulk load"}
     assert said[label] in reading.error
