@@ -9,6 +9,7 @@ import pytest
 from deepep_cupy.engines.calls import CombineCall
 from deepep_cupy.engines.gpu.combine import combine_expanded
 from deepep_cupy.engines.gpu.kernels import get_kernel
+from deepep_cupy.engines.gpu.routing import GpuRouting
 from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.reference import combine, dispatch
 from engine_fakes import Array, Launch, Turn
@@ -117,14 +118,21 @@ class Story:
             kernels=SimpleNamespace(get=get),
             grid_plan=lambda num_sms: SimpleNamespace(combine=lambda tokens: grid),
         )
-        routing = SimpleNamespace(
-            num_tokens=tokens,
-            expanded_row=array(handle.expanded_row),
-            addresses=SimpleNamespace(
-                send_row=array(handle.send_row).data.ptr,
-                birth=array(np.array([BIRTH], np.uint32)).data.ptr,
-            ),
+        addresses = SimpleNamespace(
+            send_row=array(handle.send_row).data.ptr,
+            birth=array(np.array([BIRTH], np.uint32)).data.ptr,
         )
+        routing = GpuRouting(
+            addresses,
+            None,
+            None,
+            0,
+            num_tokens=tokens,
+            num_recv_tokens=len(handle.expanded_row),
+            waited=True,
+            expert_alignment=1,
+        )
+        routing.expand(array(handle.expanded_row), handle.num_rows)
         sizes = (tokens * self.hidden * self.dtype.itemsize, 4 * tokens * self.topk)
         out, out_weights = (world.output(rank, call, size) for size in sizes)
         combine_expanded(
@@ -137,6 +145,7 @@ class Story:
                 tuple(array(bias) for bias in self.biases[rank]),
                 row_weights=array(self.row_weights[rank]) if self.weighted else None,
             ),
+            routing.expanded_row,
             Turn(None, place=lambda array, label: self.in_pool(rank, call, array.host)),
             Array(local(out), (tokens, self.hidden), self.dtype),
             None if self.weights is None else Array(local(out_weights), (tokens, self.topk), "f4"),
