@@ -6,6 +6,7 @@ A stand-in for ``nvidia-cuda-mps-control`` notes what it is told; its daemon is 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -59,13 +60,12 @@ def from_file(name):
     return module
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("turns", [False, True])
-def test_every_job_names_a_file_and_a_limit(jobs, gpus, quick, turns):
-    plan = jobs.Plan(gpus=gpus, quick=quick, turns=turns)
-    for part, jobs_of in jobs.PARTS.items():
-        for job in jobs_of(plan):
+def test_every_job_has_a_title_of_its_own_a_file_and_a_limit(jobs):
+    for gpus, quick, turns in itertools.product((1, 2, 8), (False, True), (False, True)):
+        plan = jobs.Plan(gpus=gpus, quick=quick, turns=turns)
+        listed = [(part, job) for part, jobs_of in jobs.PARTS.items() for job in jobs_of(plan)]
+        assert len({job.title for _, job in listed}) == len(listed)
+        for part, job in listed:
             assert job.part == part
             assert job.argv[0] == "-m" or (ROOT / job.argv[0]).is_file(), job
             assert 0 < job.limit_s <= 400
@@ -73,12 +73,6 @@ def test_every_job_names_a_file_and_a_limit(jobs, gpus, quick, turns):
             if "--timeout" in job.argv:
                 patience = float(job.argv[job.argv.index("--timeout") + 1])
                 assert patience < job.limit_s, job
-
-
-def test_every_title_is_used_once(jobs):
-    for gpus in (1, 2, 8):
-        titles = [job.title for of in jobs.PARTS.values() for job in of(jobs.Plan(gpus=gpus))]
-        assert len(titles) == len(set(titles))
 
 
 def test_all_worker_files_are_in_some_job(jobs):
