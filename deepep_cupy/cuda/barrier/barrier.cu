@@ -7,20 +7,18 @@
 #include "comm/header.cuh"
 #include "comm/leave.cuh"
 
-struct Shared {
-    CommShared comm;
-};
-static_assert(sizeof(Shared) <= kBarrierSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
+static_assert(sizeof(CommShared) <= kBarrierSharedBytes,
+              "SHARED_HEAD in protocol/constants.py is small");
 
 KERNEL barrier(const GRID_CONSTANT BarrierParams p) {
-    Shared& s = shared_memory<Shared>();
+    CommShared& s = shared_memory<CommShared>();
     Snapshot snapshot = prefetch_state(p.comm);
-    if (fills_header()) begin_header(p.comm, s.comm);
-    Verdict verdict = enter(p.comm, s.comm, snapshot);
+    if (fills_header()) begin_header(p.comm, s);
+    Verdict verdict = enter(p.comm, s, snapshot);
     if (verdict == kGo) {
-        send_header(p.comm, s.comm);
-        verdict = open_headers(p.comm, s.comm);
+        send_header(p.comm, s);
+        verdict = open_headers(p.comm, s);
     }
     // Nobody waits for an arrival: having all headers is all there is to know.
-    leave(p.comm, s.comm, verdict, false);
+    leave(p.comm, s, verdict, false);
 }

@@ -31,13 +31,13 @@ struct Unit {
 };
 
 // Units are dealt to the warps of the grid in turn: unit number = token * pieces + piece.
-struct Deal {
+struct UnitSteps {
     u32 pieces;       // a row
     u32 token_step;   // what one turn adds to a unit's token and piece
     u32 piece_step;
 };
 
-DEVICE Deal deal_of(const CombineCommon& d) {
+DEVICE UnitSteps unit_steps(const CombineCommon& d) {
     u32 pieces = (d.row_bytes + kCombinePieceBytes - 1) / kCombinePieceBytes;
     u32 warps = num_blocks() * kNumWarps;
     return {pieces, warps / pieces, warps % pieces};
@@ -47,17 +47,17 @@ DEVICE void find_row(const CombineCommon& d, Unit& unit) {
     unit.row = unit.token < d.num_tokens ? row_of_lane(d, unit.token) : ~0u;
 }
 
-DEVICE Unit first_unit(const CombineCommon& d, const Deal& deal) {
+DEVICE Unit first_unit(const CombineCommon& d, const UnitSteps& steps) {
     u32 number = warp_index() * num_blocks() + block_index();
-    Unit unit = {number / deal.pieces, number % deal.pieces, ~0u};
+    Unit unit = {number / steps.pieces, number % steps.pieces, ~0u};
     find_row(d, unit);
     return unit;
 }
 
-DEVICE Unit unit_after(const CombineCommon& d, const Deal& deal, const Unit& unit) {
-    Unit next = {unit.token + deal.token_step, unit.piece + deal.piece_step, ~0u};
-    if (next.piece >= deal.pieces) {
-        next.piece -= deal.pieces;
+DEVICE Unit unit_after(const CombineCommon& d, const UnitSteps& steps, const Unit& unit) {
+    Unit next = {unit.token + steps.token_step, unit.piece + steps.piece_step, ~0u};
+    if (next.piece >= steps.pieces) {
+        next.piece -= steps.pieces;
         ++next.token;
     }
     find_row(d, next);
@@ -177,15 +177,15 @@ DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, con
 
 // Where a warp begins. Made before the ranks have agreed: it only reads this rank's handle.
 struct Start {
-    Deal deal;
+    UnitSteps steps;
     Unit first;
     Unit second;
 };
 DEVICE Start start_of(const CombineCommon& d) {
     Start start;
-    start.deal = deal_of(d);
-    start.first = first_unit(d, start.deal);
-    start.second = unit_after(d, start.deal, start.first);
+    start.steps = unit_steps(d);
+    start.first = first_unit(d, start.steps);
+    start.second = unit_after(d, start.steps, start.first);
     return start;
 }
 
@@ -200,7 +200,7 @@ struct AddUnits {
         // The peers wrote their rows with ordinary stores, which this block acquired with their
         // headers; this orders the engine's loads behind that.
         fence_proxy_async_global();  // PLANT(proxy_fence_before_loads)
-        const Deal& deal = start.deal;
+        const UnitSteps& steps = start.steps;
         Unit unit = start.first;
         Unit next = start.second;
         start_loads(c, d, s, unit, 0);
@@ -208,7 +208,7 @@ struct AddUnits {
         u32 phases = 0;
         for (u32 set = 0; unit.token < d.num_tokens; set ^= 1u) {
             // The row numbers of the unit after next arrive while this one is being added.
-            Unit later = unit_after(d, deal, next);
+            Unit later = unit_after(d, steps, next);
             if (d.has_weights != 0u && unit.piece == 0) {
                 combine_weights(c, s.comm, d, unit.token, unit.row);
             }

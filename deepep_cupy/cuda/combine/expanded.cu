@@ -9,10 +9,8 @@
 #include "combine/rows.cuh"
 #include "combine/weighted_add.cuh"
 
-struct Shared {
-    CommShared comm;
-};
-static_assert(sizeof(Shared) <= kCombineSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
+static_assert(sizeof(CommShared) <= kCombineSharedBytes,
+              "SHARED_HEAD in protocol/constants.py is small");
 
 constexpr int kBatch = 4;  // copies whose loads are in flight together
 
@@ -180,11 +178,11 @@ struct AddCopies {
     template <class Number>
     DEVICE_METHOD void run() const {
         // Two steps ahead the tokens' received numbers are read, one step ahead the tables.
-        u64 stride = token_stride();
-        u32 row = row_of_token(first_token());
+        u64 stride = item_stride();
+        u32 row = row_of_token(first_item());
         Lookup lookup = look_up(c, s, d.plain, row);
-        row = row_of_token(first_token() + stride);
-        for (u32 token = first_token(); token < d.plain.num_tokens; token += token_stride()) {
+        row = row_of_token(first_item() + stride);
+        for (u32 token = first_item(); token < d.plain.num_tokens; token += item_stride()) {
             Copy copy = copy_found(lookup);
             lookup = look_up(c, s, d.plain, row);
             row = row_of_token(token + 2 * stride);
@@ -204,11 +202,11 @@ struct AddCopies {
 };
 
 KERNEL combine_expanded(const GRID_CONSTANT CombineExpandedParams p) {
-    Shared& s = shared_memory<Shared>();
+    CommShared& s = shared_memory<CommShared>();
     Snapshot snapshot = prefetch_state(p.comm);
-    if (fills_header()) fill_expanded(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm, snapshot);
-    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
-    if (verdict == kGo) with_number(p.d.plain.dtype, AddCopies{p.comm, s.comm, p.d});
-    finish(p.comm, s.comm, p.d.plain, verdict);
+    if (fills_header()) fill_expanded(p.comm, s, p.d);
+    Verdict verdict = enter(p.comm, s, snapshot);
+    if (verdict == kGo) verdict = open_combine(p.comm, s);
+    if (verdict == kGo) with_number(p.d.plain.dtype, AddCopies{p.comm, s, p.d});
+    finish(p.comm, s, p.d.plain, verdict);
 }

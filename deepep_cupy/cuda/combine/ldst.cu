@@ -6,10 +6,8 @@
 #include "generated/prelude.cuh"
 #include "combine/rows.cuh"
 
-struct Shared {
-    CommShared comm;
-};
-static_assert(sizeof(Shared) <= kCombineSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
+static_assert(sizeof(CommShared) <= kCombineSharedBytes,
+              "SHARED_HEAD in protocol/constants.py is small");
 
 constexpr int kMostSources = kNumRanks + 2;
 
@@ -69,7 +67,7 @@ struct AddTokens {
 
     template <class Number>
     DEVICE_METHOD void run() const {
-        for (u32 token = first_token(); token < d.num_tokens; token += token_stride()) {
+        for (u32 token = first_item(); token < d.num_tokens; token += item_stride()) {
             u32 row = row_of_lane(d, token);
             u32 sources = sources_of_token(d, row);
             if (d.has_weights != 0u) combine_weights(c, s, d, token, row);
@@ -83,11 +81,11 @@ struct AddTokens {
 };
 
 KERNEL combine(const GRID_CONSTANT CombineParams p) {
-    Shared& s = shared_memory<Shared>();
+    CommShared& s = shared_memory<CommShared>();
     Snapshot snapshot = prefetch_state(p.comm);
-    if (fills_header()) fill_header(p.comm, s.comm, p.d);
-    Verdict verdict = enter(p.comm, s.comm, snapshot);
-    if (verdict == kGo) verdict = open_combine(p.comm, s.comm);
-    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, s.comm, p.d});
-    finish(p.comm, s.comm, p.d, verdict);
+    if (fills_header()) fill_header(p.comm, s, p.d);
+    Verdict verdict = enter(p.comm, s, snapshot);
+    if (verdict == kGo) verdict = open_combine(p.comm, s);
+    if (verdict == kGo) with_number(p.d.dtype, AddTokens{p.comm, s, p.d});
+    finish(p.comm, s, p.d, verdict);
 }

@@ -1,14 +1,11 @@
 #pragma once
 // What both combine paths share: the opening, where rows are, weights, the exit.
 #include "common/access.cuh"
+#include "common/grid_stride.cuh"
 #include "common/numeric.cuh"
 #include "common/poison.cuh"
 #include "comm/header.cuh"
 #include "comm/leave.cuh"
-
-// Tokens are dealt to the warps of the grid in turn, so that few tokens use many blocks.
-DEVICE u32 first_token() { return warp_index() * num_blocks() + block_index(); }
-DEVICE u32 token_stride() { return num_blocks() * kNumWarps; }
 
 // ---- opening ----
 

@@ -1,5 +1,5 @@
 #pragma once
-// Work of kernels whose blocks wait for nobody: dealt to the warps of the grid in turn.
+// Work dealt to the warps of the grid in turn, so that few items use many blocks.
 #include "asm/thread.cuh"
 #include "generated/prelude.cuh"
 
