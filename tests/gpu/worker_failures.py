@@ -214,7 +214,7 @@ def raises_inside(scene: Scene) -> None:
     worker, buffer = scene.worker, scene.buffer
     handle = scene.trip.round(buffer)
     inside: Any = runtime(buffer) if worker.gpu else buffer._engine._mover
-    name = "begin" if worker.gpu else "move"
+    name = "operation" if worker.gpu else "move"
     worker.meet()
 
     def fail(*_: object) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 
 from common import Worker
 
-from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flush, Whole
+from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Whole
 from deepep_cupy.engines.gpu.loads import ACCESSES, Reading, Verdict
+from deepep_cupy.engines.gpu.ptx_modules import get_module, load_entry
 from deepep_cupy.engines.gpu.topology import survey
+from deepep_cupy.jit.launch import Launch
 from deepep_cupy.litmus import command
 from deepep_cupy.litmus.runner import BULK_LOADS, LOADS, Words
 from deepep_cupy.ranks.mpi import MPIGroup
@@ -31,7 +33,7 @@ def copies(worker: Worker, group: Any, arch: int, num_sms: int) -> int:
     done = 0
     with worker.buffer() as buffer:
         for chunks in (1, 77, 700):
-            area = Copies(group, worker.device, 4096 * chunks, buffer.barrier, lambda: None)
+            area = Copies(group, worker.device, 4096 * chunks, buffer.barrier)
             for kind in CLASSES:
                 for flavor in FLAVORS:
                     if flavor.bulk and not 90 <= arch < 120:
@@ -45,15 +47,17 @@ def copies(worker: Worker, group: Any, arch: int, num_sms: int) -> int:
 
 
 def flush(worker: Worker, num_sms: int) -> None:
-    """All words of the scratch, as a memset would leave them."""
-    one = Flush(num_sms, nbytes=(1 << 20) + 16)
-    one._scratch.fill(7)
-    one()
+    """``ptx/l2_flush`` writes all words of the scratch, as a memset would leave them."""
+    cupy: Any = worker.xp
+    scratch = cupy.full((1 << 20) + 16, 7, cupy.uint8)
+    loaded, entry = load_entry(get_module("l2_flush"), "l2_flush")
+    values = {"scratch": scratch.data.ptr, "num_words": scratch.nbytes // 16, "value": 0}
+    Launch(loaded, entry, {}, grid=8 * num_sms, values=values)(cupy.cuda.get_current_stream().ptr)
     worker.synchronize()
-    assert int(one._scratch.max()) == 0
+    assert int(scratch.max()) == 0
 
 
-def same_results(worker: Worker, group: Any, arch: int, num_sms: int) -> str:
+def same_results(worker: Worker, group: Any, arch: int) -> str:
     """`nc` and `coherent` on each path."""
     paths = ("ldst", "bulk") if arch >= 90 else ("ldst",)
     for path in paths:
@@ -63,7 +67,6 @@ def same_results(worker: Worker, group: Any, arch: int, num_sms: int) -> str:
             num_sms=8,
             tokens=257,
             hidden=7168,
-            num_sms_of_gpu=num_sms,
             allgather=group.allgather,
         )
         taken = {loads: buffer._engine.loads for loads, buffer in whole.buffers.items()}
@@ -106,7 +109,7 @@ def main() -> None:
     done = copies(worker, group, arch, gpu.num_sms)
     worker.say(f"{done} copies are right")
     flush(worker, gpu.num_sms)
-    paths = same_results(worker, group, arch, gpu.num_sms)
+    paths = same_results(worker, group, arch)
     worker.say(f"nc and coherent give the same bytes on {paths}")
 
     producers, note = command._producers(topology)
