@@ -63,20 +63,36 @@ DEVICE Copy copy_found(const Lookup& lookup) {
     return copy;
 }
 
-// Goes through the copies in the order of their addition. All lanes call it and agree.
-struct CopyWalk {
-    u32 rank;
-    u32 choices;  // of this rank, still to come
-};
-DEVICE u32 next_choice(CopyWalk& walk, const Copy& copy) {
-    while (walk.choices == 0u) {
-        ++walk.rank;
-        walk.choices = warp_ballot(copy.rank == walk.rank);
+// A token's copies in the order of their addition: by rank, then by choice. Lane k has the copy of
+// choice k and its weight.
+struct PeerCopies {
+    const CommParams& c;
+    const CommShared& s;
+    const CombineCommon& d;
+    Copy copy;
+    f32 weight;
+    u32 rest;      // copies still to come
+    u32 rank;      // of the copy at hand
+    u32 choices;   // of this rank, still to come
+
+    DEVICE_METHOD bool more() const { return rest != 0u; }
+    DEVICE_METHOD const u8* next(f32& factor) {
+        --rest;
+        while (choices == 0u) {
+            ++rank;
+            choices = warp_ballot(copy.rank == rank);
+        }
+        u32 choice = lowest_bit(choices);
+        choices &= choices - 1u;
+        u64 row = warp_shuffle(copy.row, choice);
+        factor = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
+        return rows_of_rank(c, s, d, rank) + row * d.row_bytes;
     }
-    u32 choice = lowest_bit(walk.choices);
-    walk.choices &= walk.choices - 1u;
-    return choice;
-}
+    template <int kBytes>
+    DEVICE_MEMBER Vec16 read(const u8* p) {
+        return read_peer_narrow<kBytes>(p);
+    }
+};
 
 // ---- adding ----
 
@@ -108,52 +124,14 @@ DEVICE bool add_biases(const CombineCommon& d, u32 token, u32 begin, u32 units,
 }
 
 template <class Number, int kBytes>
-DEVICE void add_copies(const CommParams& c, const CommShared& s, const CombineCommon& d, u32 token,
-                       const Copy& copy, f32 weight) {
+DEVICE void add_row(const CombineCommon& d, u32 token, const PeerCopies& copies) {
     constexpr int kUnroll = kBytes < 16 ? 1 : 2;
-    u32 number = count_bits(warp_ballot(copy.rank != ~0u));
     u32 units = d.row_bytes / kBytes;
     u8* out = d.out + static_cast<u64>(token) * d.row_bytes;
     for (u32 begin = 0; begin < units; begin += 32u * kUnroll) {
         typename Number::Sum sum[kUnroll];
         bool first = add_biases<Number, kBytes, kUnroll>(d, token, begin, units, sum);
-        CopyWalk walk = {~0u, 0u};
-        for (u32 done = 0; done < number; done += kBatch) {
-            // The loads of a batch first, so that they overlap; then the sums, in order.
-            Vec16 piece[kBatch][kUnroll];
-            f32 factor[kBatch];
-            UNROLL
-            for (int j = 0; j < kBatch; ++j) {
-                if (done + j >= number) continue;
-                u32 choice = next_choice(walk, copy);
-                u64 row = warp_shuffle(copy.row, choice);
-                factor[j] = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
-                const u8* source = rows_of_rank(c, s, d, walk.rank) + row * d.row_bytes;
-                UNROLL
-                for (int i = 0; i < kUnroll; ++i) {
-                    u32 unit = begin + 32u * i + lane_index();
-                    if (unit >= units) continue;
-                    piece[j][i] =
-                        read_peer_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
-                }
-            }
-            UNROLL
-            for (int j = 0; j < kBatch; ++j) {
-                if (done + j >= number) continue;
-                UNROLL
-                for (int i = 0; i < kUnroll; ++i) {
-                    if (begin + 32u * i + lane_index() >= units) continue;
-                    WeightedAdd<Number>::add(sum[i], piece[j][i], factor[j], first);
-                }
-                first = false;
-            }
-        }
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u32 unit = begin + 32u * i + lane_index();
-            if (unit >= units) continue;
-            write_narrow<kBytes>(out + static_cast<u64>(unit) * kBytes, Number::narrow(sum[i]));
-        }
+        add_copies<Number, kBytes, kUnroll, kBatch>(sum, first, copies, out, begin, units);
     }
 }
 
@@ -192,10 +170,12 @@ struct AddCopies {
                     read_word_of_rank(c, s, copy.rank, kWordWeightsOffset, copy.row));
             }
             if (d.plain.has_weights != 0u) gather_weights(c, s, d.plain, token, copy);
+            u32 number = count_bits(warp_ballot(copy.rank != ~0u));
+            PeerCopies copies = {c, s, d.plain, copy, weight, number, ~0u, 0u};
             if (d.plain.access_bytes == 16) {
-                add_copies<Number, 16>(c, s, d.plain, token, copy, weight);
+                add_row<Number, 16>(d.plain, token, copies);
             } else {
-                add_copies<Number, Number::kBytes>(c, s, d.plain, token, copy, weight);
+                add_row<Number, Number::kBytes>(d.plain, token, copies);
             }
         }
     }

@@ -10,54 +10,34 @@
 
 constexpr int kBatch = 2;  // copies whose loads are in flight together
 
-// row, weight: of the copy for choice `lane`; copies: one bit a choice.
+// One token's copies, by ascending choice. row, weight: of the copy for choice `lane`.
+struct LocalCopies {
+    const ReduceCommon& d;
+    u32 row;
+    f32 weight;
+    u32 rest;  // choices still to come, a bit each
+
+    DEVICE_METHOD bool more() const { return rest != 0u; }
+    DEVICE_METHOD const u8* next(f32& factor) {
+        u32 choice = lowest_bit(rest);
+        rest &= rest - 1u;
+        factor = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
+        return d.x + static_cast<u64>(warp_shuffle(row, choice)) * d.row_bytes;
+    }
+    template <int kBytes>
+    DEVICE_MEMBER Vec16 read(const u8* p) {
+        return read_local_narrow<kBytes>(p);
+    }
+};
+
 template <class Number, int kBytes>
-DEVICE void reduce_row(const ReduceCommon& d, u32 token, u32 row, f32 weight, u32 copies) {
+DEVICE void reduce_row(const ReduceCommon& d, u32 token, const LocalCopies& copies) {
     constexpr int kUnroll = kBytes < 16 ? 1 : 3;
     u32 units = d.row_bytes / kBytes;
     u8* out = d.out + static_cast<u64>(token) * d.row_bytes;
     for (u32 begin = 0; begin < units; begin += 32u * kUnroll) {
         typename Number::Sum sum[kUnroll];
-        bool first = true;
-        u32 rest = copies;
-        while (rest != 0u) {
-            // The loads of a batch first, so that they overlap; then the sums, in order.
-            Vec16 piece[kBatch][kUnroll];
-            f32 factor[kBatch];
-            bool present[kBatch];
-            UNROLL
-            for (int j = 0; j < kBatch; ++j) {
-                present[j] = rest != 0u;
-                if (!present[j]) continue;
-                u32 choice = lowest_bit(rest);
-                rest &= rest - 1u;
-                const u8* source = d.x + static_cast<u64>(warp_shuffle(row, choice)) * d.row_bytes;
-                factor[j] = bits_to_f32(warp_shuffle(f32_to_bits(weight), choice));
-                UNROLL
-                for (int i = 0; i < kUnroll; ++i) {
-                    u32 unit = begin + 32u * i + lane_index();
-                    if (unit >= units) continue;
-                    piece[j][i] =
-                        read_local_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
-                }
-            }
-            UNROLL
-            for (int j = 0; j < kBatch; ++j) {
-                if (!present[j]) continue;
-                UNROLL
-                for (int i = 0; i < kUnroll; ++i) {
-                    if (begin + 32u * i + lane_index() >= units) continue;
-                    WeightedAdd<Number>::add(sum[i], piece[j][i], factor[j], first);
-                }
-                first = false;
-            }
-        }
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u32 unit = begin + 32u * i + lane_index();
-            if (unit >= units) continue;
-            write_narrow<kBytes>(out + static_cast<u64>(unit) * kBytes, Number::narrow(sum[i]));
-        }
+        add_copies<Number, kBytes, kUnroll, kBatch>(sum, true, copies, out, begin, units);
     }
 }
 
@@ -79,10 +59,11 @@ struct ReduceTokens {
             if (d.weights != nullptr && chooses) {
                 st_u32(d.out_weights + entry, row != ~0u ? read_local_u32(d.weights + row) : 0u);
             }
+            LocalCopies all = {d, row, weight, copies};
             if (d.access_bytes == 16) {
-                reduce_row<Number, 16>(d, token, row, weight, copies);
+                reduce_row<Number, 16>(d, token, all);
             } else {
-                reduce_row<Number, Number::kBytes>(d, token, row, weight, copies);
+                reduce_row<Number, Number::kBytes>(d, token, all);
             }
         }
     }

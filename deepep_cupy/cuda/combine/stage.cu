@@ -4,60 +4,46 @@
 // rank's own tokens, which it reads where they are.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
-#include "common/access.cuh"
 #include "asm/thread.cuh"
+#include "common/access.cuh"
+#include "common/rows.cuh"
 
-// What is copied: all units but those of the rank's own rows.
-struct PeerUnits {
-    u64 before;  // units before the rank's own
-    u64 own;
-    u64 total;   // units to copy
-};
-
-DEVICE PeerUnits peer_units(const StageCommon& d, u64 units_per_row) {
-    u64 before = 0;
-    u64 own = 0;
-    u64 rows = 0;
-    for (u32 source = 0; source < kNumRanks; ++source) {
-        u32 count = read_local_u32(d.rows_per_rank + source);
-        if (source < d.rank) before += count;
-        if (source == d.rank) own = count;
-        rows += count;
-    }
-    return {before * units_per_row, own * units_per_row, (rows - own) * units_per_row};
+// Copies `count` rows, from row `first` on, to the same rows of the target.
+template <int kBytes, int kUnroll>
+DEVICE void copy_rows(const StageCommon& d, u64 first, u64 count) {
+    u64 stride = static_cast<u64>(num_blocks()) * kNumThreads;
+    u64 mine = static_cast<u64>(block_index()) * kNumThreads + thread_index();
+    u64 offset = first * d.row_bytes;
+    u64 units = count * (d.row_bytes / kBytes);
+    copy_units<kBytes, kUnroll, false>(d.x + offset, units, mine, stride,
+                                       [&](auto store_to) { store_to(d.out + offset); });
 }
 
+// All rows received, but this rank's own: those before them, then those behind.
 template <int kBytes, int kUnroll>
-DEVICE void copy_units(const StageCommon& d) {
-    PeerUnits units = peer_units(d, d.row_bytes / kBytes);
-    u64 stride = static_cast<u64>(num_blocks()) * kNumThreads;
-    u64 begin = static_cast<u64>(block_index()) * kNumThreads + thread_index();
-    for (u64 first = begin; first < units.total; first += stride * kUnroll) {
-        // All loads, then all stores: kUnroll loads a thread are in flight.
-        Vec16 piece[kUnroll];
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u64 unit = first + stride * i;
-            if (unit >= units.total) continue;
-            u64 place = unit < units.before ? unit : unit + units.own;
-            piece[i] = read_local_narrow<kBytes>(d.x + place * kBytes);
-        }
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u64 unit = first + stride * i;
-            if (unit >= units.total) continue;
-            u64 place = unit < units.before ? unit : unit + units.own;
-            write_narrow<kBytes>(d.out + place * kBytes, piece[i]);
-        }
+DEVICE void copy_received(const StageCommon& d) {
+    u64 rows = 0;
+    u64 first[2] = {0, 0};
+    u64 end[2] = {0, 0};
+    for (u32 source = 0; source < kNumRanks; ++source) {
+        if (source == d.rank) end[0] = rows;
+        rows += read_local_u32(d.rows_per_rank + source);
+        if (source == d.rank) first[1] = rows;
+    }
+    end[1] = rows;
+    NO_UNROLL
+    for (u32 part = 0; part < 2; ++part) {
+        copy_rows<kBytes, kUnroll>(d, part == 0 ? first[0] : first[1],
+                                   part == 0 ? end[0] - first[0] : end[1] - first[1]);
     }
 }
 
 KERNEL stage(const GRID_CONSTANT StageParams p) {
     if (p.d.access_bytes == 16) {
-        copy_units<16, 4>(p.d);
+        copy_received<16, 4>(p.d);
     } else if (p.d.access_bytes == 4) {
-        copy_units<4, 4>(p.d);
+        copy_received<4, 4>(p.d);
     } else {
-        copy_units<1, 4>(p.d);
+        copy_received<1, 4>(p.d);
     }
 }

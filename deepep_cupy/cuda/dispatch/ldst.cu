@@ -4,6 +4,7 @@
 // are no multiple of 16 bytes. One warp a row; the load of a row is shared by all destinations.
 #include "asm/types.cuh"
 #include "generated/prelude.cuh"
+#include "common/rows.cuh"
 #include "dispatch/dispatch.cuh"
 
 struct Shared {
@@ -12,39 +13,21 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= kDispatchSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
 
-// Copies one row to all ranks that get it. kBytes: what one lane moves at a time.
+// Sends one row to all ranks that get it; row: this lane's find_row().
 template <int kBytes, int kUnroll>
-DEVICE void copy_row(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
+DEVICE void send_row(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
                      u32 token, u32 row) {
     const u8* source = d.x + static_cast<u64>(token) * d.row_bytes;
     u32 units = d.row_bytes / kBytes;
-    for (u32 first = 0; first < units; first += 32u * kUnroll) {
-        // All loads of the chunk, then all stores: kUnroll loads a lane are in flight.
-        Vec16 piece[kUnroll];
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u32 unit = first + 32u * i + lane_index();
-            if (unit < units) piece[i] = read_local_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
-        }
-        for (u32 j = 0; j < kNumRanks; ++j) {
-            u32 rank = (c.rank + 1u + j) % kNumRanks;
+    copy_units<kBytes, kUnroll, true>(source, units, lane_index(), 32u, [&](auto store_to) {
+        for (u32 i = 0; i < kNumRanks; ++i) {
+            u32 rank = (c.rank + 1u + i) % kNumRanks;
             u32 there = warp_shuffle(row, rank);
             if (there == ~0u) continue;
-            u8* target = rows_of_rank(c, comm, rank, kWordRowsOffset) +
-                         static_cast<u64>(there) * d.row_bytes;
-            UNROLL
-            for (int i = 0; i < kUnroll; ++i) {
-                u32 unit = first + 32u * i + lane_index();
-                if (unit >= units) continue;
-                u8* p = target + static_cast<u64>(unit) * kBytes;
-                if constexpr (kBytes == 16) {
-                    write_peer(p, piece[i]);
-                } else {
-                    write_narrow<kBytes>(p, piece[i]);
-                }
-            }
+            store_to(rows_of_rank(c, comm, rank, kWordRowsOffset) +
+                     static_cast<u64>(there) * d.row_bytes);
         }
-    }
+    });
 }
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
@@ -58,11 +41,11 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
         if (!find_row(c, s.comm, d, s.route, schedule, token, lane_slot, row)) break;
         send_metadata(c, s.comm, d, token, row);
         if (d.access_bytes == 16) {
-            copy_row<16, 8>(c, s.comm, d, token, row);
+            send_row<16, 8>(c, s.comm, d, token, row);
         } else if (d.access_bytes == 4) {
-            copy_row<4, 4>(c, s.comm, d, token, row);
+            send_row<4, 4>(c, s.comm, d, token, row);
         } else {
-            copy_row<1, 4>(c, s.comm, d, token, row);
+            send_row<1, 4>(c, s.comm, d, token, row);
         }
     }
     fill_tails(c, s.comm, d);  // PLANT(tails_filled)

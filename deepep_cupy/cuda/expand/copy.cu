@@ -6,6 +6,7 @@
 #include "generated/prelude.cuh"
 #include "common/access.cuh"
 #include "common/poison.cuh"
+#include "common/rows.cuh"
 #include "common/grid_stride.cuh"
 
 // row: of the copy for choice `lane`, ~0 where there is none; copies: one bit a choice.
@@ -14,28 +15,12 @@ template <int kBytes, int kUnroll>
 DEVICE void copy_row(const ExpandCopyCommon& d, u32 token, u32 row, u32 copies) {
     const u8* source = d.rows + static_cast<u64>(token) * d.row_bytes;
     u32 units = d.row_bytes / kBytes;
-    for (u32 first = lane_index(); first - lane_index() < units; first += 32u * kUnroll) {
-        // All loads of the chunk, then all stores: kUnroll loads a lane are in flight.
-        Vec16 piece[kUnroll];
-        UNROLL
-        for (int i = 0; i < kUnroll; ++i) {
-            u32 unit = first + 32u * i;
-            if (unit < units) {
-                piece[i] = read_local_narrow<kBytes>(source + static_cast<u64>(unit) * kBytes);
-            }
-        }
+    copy_units<kBytes, kUnroll, false>(source, units, lane_index(), 32u, [&](auto store_to) {
         for (u32 rest = copies; rest != 0u; rest &= rest - 1u) {
             u64 there = warp_shuffle(row, lowest_bit(rest));
-            u8* target = d.out + there * d.row_bytes;
-            UNROLL
-            for (int i = 0; i < kUnroll; ++i) {
-                u32 unit = first + 32u * i;
-                if (unit < units) {
-                    write_narrow<kBytes>(target + static_cast<u64>(unit) * kBytes, piece[i]);
-                }
-            }
+            store_to(d.out + there * d.row_bytes);
         }
-    }
+    });
 }
 
 DEVICE void copy_scales(const ExpandCopyCommon& d, u32 token, u32 row, u32 copies) {
