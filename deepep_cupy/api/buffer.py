@@ -16,7 +16,7 @@ from deepep_cupy import log
 from deepep_cupy._version import __version__
 from deepep_cupy.api.call_cache import CallCache
 from deepep_cupy.api.checks import Checker
-from deepep_cupy.api.config import BufferArguments, Config, agree
+from deepep_cupy.api.config import BufferArguments, Config, agree, is_int
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.lifecycle import Lifecycle, State
@@ -32,7 +32,7 @@ from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.headers import Kind
-from deepep_cupy.protocol.sizes import pool_bytes_hint
+from deepep_cupy.protocol.sizes import MAX_RANKS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
 from deepep_cupy.ranks.exit_guard import ExitGuard
 from deepep_cupy.ranks.group import Group
@@ -215,9 +215,17 @@ class Buffer:
             timeout_s=1,
             ranks_per_node=None,
         )
-        complaint = arguments.complaint(num_ranks)
-        if complaint is None and expert_alignment < 1:
-            complaint = f"argument 'expert_alignment' must be 1 or more, got {expert_alignment}"
+        complaint = None
+        for name, value, high in (
+            ("num_ranks", num_ranks, MAX_RANKS),
+            ("expert_alignment", expert_alignment, 1 << 30),
+        ):
+            if not is_int(value) or not 1 <= value <= high:
+                complaint = (
+                    f"argument '{name}' must be a whole number from 1 to {high}, got {value!r}"
+                )
+                break
+        complaint = complaint or arguments.complaint(num_ranks)
         if complaint is not None:
             raise ContractError(f"size_hint(): {complaint}.")
         alignment = expert_alignment if do_expand else None

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flavor, Whole
-from deepep_cupy.bench.plots import colors, log_axis, need_matplotlib, new_figure
+from deepep_cupy.bench.options import check_files
+from deepep_cupy.bench.plots import colors, log_axis, new_figure
 from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import mpi, world
 from deepep_cupy.cli.table import columns
@@ -27,6 +28,7 @@ __all__ = ["add_arguments", "run"]
 _FAST, _SLOW = "ld.global.nc.L1::no_allocate.L2::256B", "ld.volatile.global"
 _CLAIM = 30.0
 """Percent less time that articles promise for ``_FAST`` in place of ``_SLOW``."""
+_MOST = 1 << 24
 _OPERATIONS = {
     "layout": "dispatch from topk_idx",
     "dispatch": "dispatch with a handle",
@@ -69,13 +71,16 @@ def run(args: argparse.Namespace) -> int:
             setattr(args, name, value)
     sms, whole_sms = _numbers("--sms", args.sms), _numbers("--whole-sms", args.whole_sms)
     for name in ("rows", "row_bytes", "repeats", "tokens", "hidden"):
-        if getattr(args, name) < 1:
+        if not 1 <= getattr(args, name) <= _MOST:
             raise ContractError(
-                f"bench flavors: argument --{name.replace('_', '-')} must be at least 1, "
-                f"got {getattr(args, name)}."
+                f"bench flavors: argument --{name.replace('_', '-')} must be at least 1 and at "
+                f"most {_MOST}, got {getattr(args, name)}."
             )
-    if args.plot is not None:
-        need_matplotlib("flavors")
+    if args.row_bytes % 16:
+        raise ContractError(
+            f"bench flavors: argument --row-bytes must be a multiple of 16, got {args.row_bytes}."
+        )
+    check_files("flavors", args)
     measuring = _Measuring(args)
     results = measuring.measure([] if args.no_copies else sms, whole_sms)
     if measuring.rank == 0:

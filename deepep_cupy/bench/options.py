@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +14,27 @@ from deepep_cupy.bench.workload import Shape
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.sizes import MAX_TOPK
 
-__all__ = ["add_common", "check_common", "modes_of_names", "numbers", "positive", "shape_of"]
+__all__ = [
+    "add_common",
+    "check_common",
+    "check_files",
+    "modes_of_names",
+    "numbers",
+    "positive",
+    "shape_of",
+]
 
+_PICTURES = (".png", ".pdf", ".svg")
+_MOST_EXPONENT = 20
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "uint8", "int32")
 
 
 def positive(text: str) -> int:
     """A whole number from 1 on."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
     return number
@@ -68,13 +82,37 @@ def check_common(operation: str, args: argparse.Namespace) -> None:
         refuse("topk", f"must be at most {min(MAX_TOPK, args.experts)}, got {args.topk}")
     if args.hot is not None and not args.topk <= args.hot <= args.experts:
         refuse("hot", f"must be {args.topk} to {args.experts}, got {args.hot}")
+    if args.hot is not None and args.routing != "k-hot":
+        refuse("hot", f"is for --routing k-hot, got --routing {args.routing}")
+    if not 0 <= args.exponent <= _MOST_EXPONENT:
+        refuse("exponent", f"must be 0 to {_MOST_EXPONENT}, got {args.exponent:g}")
+    if not 0 < args.timeout < math.inf:
+        refuse("timeout", f"must be a positive number of seconds, got {args.timeout:g}")
     if args.seed < 0:
         refuse("seed", f"must be 0 or more, got {args.seed}")
+    check_files(operation, args)
+
+
+def check_files(operation: str, args: argparse.Namespace) -> None:
+    """Check that ``--json`` and ``--plot`` can be written, before anything is measured.
+
+    Raises:
+        ContractError: On every rank: a file cannot be written, or is no kind of picture.
+        PlatformError: On every rank: a picture is wanted and matplotlib is not installed.
+    """
     for option in ("json", "plot"):
         path = getattr(args, option)
-        if path is not None and not path.absolute().parent.is_dir():
-            refuse(option, f"must name a file in a folder that exists, got {path}")
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ContractError(
+                f"bench {operation}: argument --{option} must name a file in a folder that "
+                f"exists, got {path}."
+            )
     if args.plot is not None:
+        if args.plot.suffix not in _PICTURES:
+            raise ContractError(
+                f"bench {operation}: argument --plot must end with {' or '.join(_PICTURES)}, got "
+                f"{args.plot}."
+            )
         need_matplotlib(operation)
 
 

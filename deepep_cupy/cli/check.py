@@ -18,6 +18,7 @@ import numpy as np
 from deepep_cupy import Buffer
 from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import world
+from deepep_cupy.cli.table import columns
 from deepep_cupy.errors import ContractError
 from deepep_cupy.testing.data import Case, cases, expected, mode_cases
 from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_needed
@@ -25,6 +26,35 @@ from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_ne
 __all__ = ["add_arguments", "run"]
 
 _RIGHT, _WRONG, _NONE = "ok", "WRONG", "-"
+_LEGEND = """\
+The words of a case, in this order:
+  R, T, H, E, K      ranks, tokens of each rank, elements of a row, experts, choices of a token
+  bf16, f32, V7, …   dtype of the rows (V7: opaque items of 7 bytes)
+  topk, mask         where rows go: by topk_idx, by is_token_in_rank
+  cached             as an earlier dispatch's handle says (cached_mask: one made by a mask)
+  int64, noidx       dtype of topk_idx; w, now: with and without topk_weights
+  b2, a8             biases of combine, expert_alignment
+  random, one, …     choices: random, all one expert, skewed to the low ones, half or nothing chosen
+  scales, packed     FP8 rows come with scales; quantize, round, ue8m0: rows are cast to FP8
+  colscales          scales_layout="column"
+  worst, tight       the host does not wait for the counts
+  expand, zeros      the expanded layout, do_zero_padding; perrank, rowweights: of its combine
+  stats, out, async  statistics; combine into a given array; async_finish on both calls
+dispatch, combine: ok, WRONG, or - (rows that cannot be added; a mode the engine does not have)
+"""
+_MODES: dict[str, Callable[[Case], bool]] = {
+    "by topk_idx": lambda case: case.layout == "topk",
+    "by is_token_in_rank": lambda case: case.layout == "mask",
+    "by a handle": lambda case: case.layout.startswith("cached"),
+    "rows with scales": lambda case: case.fp8 in ("scales", "packed"),
+    "cast to FP8": lambda case: case.fp8 in ("quantize", "round", "ue8m0"),
+    "no wait": lambda case: case.wait != "host",
+    "expanded layout": lambda case: case.expand,
+    "statistics": lambda case: case.stats,
+    "combine into out": lambda case: case.out,
+    "events": lambda case: case.background,
+}
+"""Line of the summary → which cases it counts; a case may be in several."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +189,8 @@ class _Table:
         self._shown = shown
         self._bar = Progress(len(chosen), shown=shown)
         self._width = max(len(case.id) for case in chosen)
+        self._found: list[tuple[Case, bool, bool]] = []
+        self._print(_LEGEND)
         self._print(
             f"{'case':<{self._width}}  {'engine':<6}  {'dispatch':<8}  {'combine':<7}  {'time':>10}"
         )
@@ -172,6 +204,7 @@ class _Table:
         dispatch = _worst([outcome.dispatch for outcome in every])
         combine = _worst([outcome.combine for outcome in every])
         slowest = max(outcome.seconds for outcome in every)
+        self._found.append((case, _WRONG in (dispatch, combine), dispatch == _NONE))
         self._print(
             f"{case.id:<{self._width}}  {every[0].engine:<6}  {dispatch:<8}  {combine:<7}  "
             f"{1e3 * slowest:>7.2f} ms"
@@ -181,7 +214,13 @@ class _Table:
                 self._print("    " + outcome.message.replace("\n", "\n    "))
 
     def verdict(self, count: int, wrong: int, missing: int, ranks: int) -> None:
-        """Print the last line."""
+        """Print the summary by mode, and the last line."""
+        rows = []
+        for name, counts in _MODES.items():
+            found = [(bad, absent) for case, bad, absent in self._found if counts(case)]
+            bad, absent = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
+            rows.append((name, len(found), len(found) - bad - absent, bad, absent))
+        self._print("\n" + columns(("mode", "cases", "right", "wrong", "not here"), rows) + "\n")
         where = f"{ranks} rank{'s' if ranks > 1 else ''}"
         if wrong:
             self._print(f"WRONG: {wrong} of {count} cases differ from the reference on {where}")

@@ -17,13 +17,21 @@ from deepep_cupy.engines.gpu.kernels import get_kernel, kernel_source, list_kern
 from deepep_cupy.engines.gpu.kernels import shape_constants as constants_of
 from deepep_cupy.errors import CompileError, ContractError
 from deepep_cupy.jit.build import Built, Request, build, open_cache
-from deepep_cupy.jit.compile import Compiled, Target, compile_text, parse_arch
+from deepep_cupy.jit.compile import Compiled, compile_text, parse_arch, parse_target
 from deepep_cupy.jit.inspect import count_instructions, disassemble, memory_instructions
 from deepep_cupy.jit.spec import KernelSpec
+from deepep_cupy.protocol.sizes import MAX_RANKS
 
 __all__ = ["add_arguments", "run"]
 
 _LOADS = ("coherent", "nc")
+_SHAPE = (
+    ("ranks", 1, MAX_RANKS),
+    ("hidden", 1, 1 << 30),
+    ("itemsize", 1, 1 << 10),
+    ("threads", 32, 1024),
+)
+"""Options of the shape, their smallest and largest values."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = verbs.add_parser("show", help="the text, the PTX or the machine code of one kernel")
     show.add_argument("name", metavar="NAME")
-    show.add_argument("--format", choices=("cuda", "ptx", "sass"), default="cuda")
+    show.add_argument("--format", choices=("cuda", "ptx", "sass"), help="default: cuda")
     show.add_argument(
         "--instructions", action="store_true", help="a table of the memory instructions instead"
     )
@@ -90,10 +98,15 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     spec = get_kernel(args.name)
+    if args.instructions and args.format not in (None, "ptx"):
+        raise ContractError(
+            f"kernels show: argument --instructions is a table made of the PTX and goes without "
+            f"--format {args.format}"
+        )
     choice = policy.resolve(
         args.loads or env.loads(), parse_arch(args.arch), gpu="", driver="", across_gpus=True
     )
-    if args.format == "cuda" and not args.instructions:
+    if args.format in (None, "cuda") and not args.instructions:
         print(kernel_source(spec.name, args.arch, **_shape(args, choice.loads)), end="")
         return 0
     compiled = _build(spec, args.arch, args, choice.loads).compiled
@@ -108,14 +121,16 @@ def _show(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     arches = args.arch or ["sm_90"]
+    if args.file is not None and args.names:
+        raise ContractError("kernels compile: argument --file goes without names of kernels")
     if args.file is not None:
         return _report([_compile_file(args.file, arch) for arch in arches], args.strict)
     specs = [get_kernel(name) for name in args.names] or list_kernels()
     rows = []
     for spec in specs:
         for arch in arches:
-            if parse_arch(arch) < spec.min_arch:
-                continue
+            if parse_arch(arch) < spec.min_arch and not args.names:
+                continue  # of all kernels those that there are for this architecture
             for loads in args.loads:
                 built = _build(spec, arch, args, loads)
                 dynamic = spec.num_shared_bytes(built.request.constants)
@@ -174,7 +189,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _build(spec: KernelSpec, arch: str, args: argparse.Namespace, loads: str) -> Built:
-    target = Target(parse_arch(arch))
+    target = parse_target(arch)
     if target.arch < spec.min_arch:
         raise ContractError(
             f"kernels {args.verb}: {spec.name} needs sm_{spec.min_arch} or newer, got --arch {arch}"
@@ -184,9 +199,14 @@ def _build(spec: KernelSpec, arch: str, args: argparse.Namespace, loads: str) ->
 
 
 def _shape(args: argparse.Namespace, loads: str) -> dict[str, Any]:
-    for name in ("ranks", "hidden", "itemsize"):
-        if getattr(args, name) < 1:
-            raise ContractError(f"kernels {args.verb}: --{name} must be at least 1")
+    for name, low, high in _SHAPE:
+        value = getattr(args, name)
+        if value is not None and not (low <= value <= high and (low < 32 or value % 32 == 0)):
+            wanted = "a multiple of 32 from" if low == 32 else "a whole number from"
+            raise ContractError(
+                f"kernels {args.verb}: argument --{name} must be {wanted} {low} to {high}, got "
+                f"{value}"
+            )
     shape = {
         "num_ranks": args.ranks,
         "max_row_bytes": args.hidden * args.itemsize,
@@ -205,7 +225,7 @@ def _compile_file(path: Path, arch: str) -> tuple[str, str, int, Compiled]:
         text,
         name=path.stem.split(".")[0],
         entry=entry[1] if entry else "",
-        target=Target(parse_arch(arch)),
+        target=parse_target(arch),
     )
     return "as in the file", "compiled", 0, compiled
 

@@ -29,12 +29,15 @@ __all__ = [
     "nvrtc_options",
     "parse_arch",
     "parse_resources",
+    "parse_target",
     "rawmodule_options",
     "target_for",
 ]
 
 _COMMON_OPTIONS = ("-std=c++17", "-fmad=false")
 _OWN_OPTIONS = ("-ftz=false", "-lineinfo", "--ptxas-options=-v")
+_OLDEST = 80
+"""Compute capability that every kernel here needs at least."""
 _SCHEMA = "1"
 """Changes with anything that makes older cache entries wrong."""
 _WINDOW = 4
@@ -49,10 +52,12 @@ class Target:
         arch: Compute capability as one number, 90 for sm_90.
         cubin: True for machine code of that architecture, False for PTX alone, which the driver
             of a GPU newer than the compiler translates.
+        suffix: ``"a"`` or ``"f"`` for the features of this architecture or of its family alone.
     """
 
     arch: int
     cubin: bool = True
+    suffix: str = ""
 
     @property
     def option(self) -> str:
@@ -60,7 +65,7 @@ class Target:
         return f"-arch={self}"
 
     def __str__(self) -> str:
-        return f"{'sm' if self.cubin else 'compute'}_{self.arch}"
+        return f"{'sm' if self.cubin else 'compute'}_{self.arch}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,26 @@ class Compiled:
 
 
 def parse_arch(arch: str | int) -> int:
-    """Return 90 for ``"sm_90"``, ``"90"`` or ``90``.
+    """Return 90 for ``"sm_90"``, ``"sm_90a"``, ``"90"`` or ``90``.
 
     Raises:
-        CompileError: It is none of these forms.
+        CompileError: As ``parse_target``.
     """
-    match = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})", str(arch))
+    return parse_target(arch).arch
+
+
+def parse_target(arch: str | int) -> Target:
+    """Return machine code for ``"sm_90"``, ``"sm_90a"``, ``"90"`` or ``90`` as a target.
+
+    Raises:
+        CompileError: It is none of these forms, or older than any kernel here runs on.
+    """
+    match = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})([af]?)", str(arch))
     if match is None:
-        raise CompileError(f"arch must look like 'sm_90', got {arch!r}")
-    return int(match[1])
+        raise CompileError(f"arch must look like 'sm_90' or 'sm_90a', got {arch!r}")
+    if int(match[1]) < _OLDEST:
+        raise CompileError(f"arch must be sm_{_OLDEST} or newer, got {arch!r}")
+    return Target(int(match[1]), suffix=match[2])
 
 
 def nvrtc_options(target: Target) -> tuple[str, ...]:
@@ -185,13 +201,18 @@ def compile_text(
     Raises:
         CompileError: With kernel, options, the compiler's words, and the numbered source round the
             first line it complained about.
-        PlatformError: CuPy or NVRTC is not installed.
+        PlatformError: CuPy or NVRTC is not installed, or NVRTC does not know the target.
     """
     given = nvrtc_options(target) if options is None else tuple(options)
     try:
         log, ptx, cubin = _run_nvrtc(text, name, given, target.cubin)
     except _NvrtcError as failure:
         log = str(failure)
+        if "--gpu-architecture" in log:
+            known = ", ".join(f"sm_{arch}" for arch in compiler_archs())
+            raise PlatformError(
+                f"NVRTC {compiler_version()} does not know {target}; it knows {known}"
+            ) from None
         window = _source_window(log, text, name) or _ptx_window(log, text, name, given)
         parts = [f"kernel {name} does not compile with options {' '.join(given)}:", log.strip()]
         raise CompileError("\n".join([*parts, *window])) from None

@@ -117,6 +117,12 @@ def _words(args: argparse.Namespace) -> Words:
             f"litmus: argument --limit must be more than 0 and at most 60 seconds, "
             f"got {args.limit}."
         )
+    if args.json not in (None, "-"):
+        path = Path(args.json)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ContractError(
+                f"litmus: argument --json must name a file in a folder that exists, got {path}."
+            )
     return Words(args.words, rounds, args.limit)
 
 

@@ -159,7 +159,12 @@ def test_numbers():
     [
         (("--topk", "33"), "--topk must be at most 32, got 33"),
         (("--topk", "4", "--experts", "3"), "--topk must be at most 3"),
-        (("--hot", "7"), "--hot must be 8 to 256"),
+        (("--hot", "7", "--routing", "k-hot"), "--hot must be 8 to 256"),
+        (("--hot", "9"), "--hot is for --routing k-hot, got --routing uniform"),
+        (("--exponent", "nan"), "--exponent must be 0 to 20, got nan"),
+        (("--timeout", "-1"), "--timeout must be a positive number of seconds, got -1"),
+        (("--json", "/tmp"), "--json must name a file in a folder that exists, got /tmp"),
+        (("--plot", "x.foo"), "--plot must end with .png or .pdf or .svg, got x.foo"),
         (("--seed", "-1"), "--seed must be 0 or more"),
         (("--json", "/nowhere/at/all.json"), "--json must name a file in a folder that exists"),
     ],

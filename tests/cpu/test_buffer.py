@@ -68,6 +68,9 @@ def test_size_hint_grows_with_what_it_holds():
     for name in ("num_ranks", "num_max_tokens_per_rank", "hidden"):
         more = sizes | {name: 2 * sizes[name]}
         assert deepep_cupy.Buffer.size_hint(**more, num_experts=256) > hint
+    for wrong in ({"num_ranks": 9}, {"num_ranks": 0}, {"expert_alignment": "a"}):
+        with pytest.raises(ContractError, match=r"must be a whole number from 1 to"):
+            deepep_cupy.Buffer.size_hint(**(sizes | wrong), num_experts=256)
     with pytest.raises(ContractError, match=r"size_hint\(\): argument 'hidden'"):
         deepep_cupy.Buffer.size_hint(**(sizes | {"hidden": 0}), num_experts=256)
 

@@ -298,6 +298,10 @@ def test_results_are_json():
         (["--sms", "0"], "argument --sms must be numbers"),
         (["--rows", "0"], "argument --rows must be at least 1"),
         (["--row-bytes", "-1"], "argument --row-bytes must be at least 1"),
+        (["--row-bytes", "8"], "argument --row-bytes must be a multiple of 16, got 8"),
+        (["--rows", "99999999999"], "--rows must be at least 1 and at most 16777216"),
+        (["--json", "/nowhere/x.json"], "--json must name a file in a folder that exists"),
+        (["--plot", "x.foo"], "--plot must end with .png or .pdf or .svg, got x.foo"),
     ],
 )
 def test_bad_arguments(arguments, said, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
 
 from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
-from deepep_cupy.errors import CompileError, PlatformError
+from deepep_cupy.errors import CompileError, ContractError, PlatformError
 from deepep_cupy.jit import compile as compile_module
 from deepep_cupy.jit.compile import (
     Target,
@@ -19,6 +19,7 @@ from deepep_cupy.jit.compile import (
     nvrtc_options,
     parse_arch,
     parse_resources,
+    parse_target,
     target_for,
 )
 
@@ -153,15 +154,44 @@ def test_ptx_alone_for_a_gpu_newer_than_the_compiler():
     assert ".visible .entry add(" in result.ptx
 
 
-@pytest.mark.parametrize("text", ["sm_90", "90", 90, "compute_90"])
+@pytest.mark.parametrize("text", ["sm_90", "90", 90, "compute_90", "sm_90a"])
 def test_forms_of_an_architecture(text):
     assert parse_arch(text) == 90
 
 
-@pytest.mark.parametrize("text", ["sm_90a", "hopper", "", 9])
+@pytest.mark.parametrize("text", ["sm_90x", "hopper", "", 9])
 def test_other_forms_are_refused(text):
     with pytest.raises(CompileError, match="arch must look like 'sm_90'"):
         parse_arch(text)
+
+
+@pytest.mark.parametrize("text", ["sm_20", "sm_42", 75])
+def test_architectures_older_than_any_kernel_are_refused(text):
+    with pytest.raises(CompileError, match="arch must be sm_80 or newer"):
+        parse_arch(text)
+
+
+def test_an_architecture_keeps_its_suffix():
+    assert str(parse_target("sm_100a")) == "sm_100a"
+    assert kernel_options(list_kernels()[0].name, "sm_90a")[0] == "-arch=sm_90a"
+    assert ".target sm_90a" in kernel_ptx(list_kernels()[0].name, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"num_ranks": 9}, "num_ranks must be a whole number from 1 to 8, got 9"),
+        ({"num_ranks": True}, "num_ranks must be a whole number from 1 to 8, got True"),
+        ({"num_threads": 7}, "num_threads must be a multiple of 32 from 32 to 1024, got 7"),
+        ({"num_threads": 5024}, "num_threads must be a multiple of 32 from 32 to 1024, got 5024"),
+        ({"max_row_bytes": 0}, "max_row_bytes must be a whole number from 1"),
+        ({"loads": "cached"}, "loads must be 'coherent' or 'nc', got 'cached'"),
+    ],
+)
+@pytest.mark.parametrize("function", [kernel_source, kernel_ptx])
+def test_sizes_out_of_range_are_refused(function, shape, said):
+    with pytest.raises(ContractError, match=said):
+        function("barrier", "sm_90", **shape)
 
 
 def test_a_missing_compiler_is_told(monkeypatch):

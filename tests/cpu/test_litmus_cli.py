@@ -189,6 +189,7 @@ def test_quick_runs_are_not_kept(gpu, monkeypatch):
         (["--rounds", "65535"], "--rounds must be in 1..65534"),
         (["--words", "1025"], "--words must be in 1..1024"),
         (["--limit", "0"], "--limit must be more than 0"),
+        (["--json", "/nowhere/x"], "--json must name a file in a folder that exists"),
         (["--limit", "nan"], "--limit must be more than 0"),
     ],
 )

@@ -18,6 +18,14 @@ WITH_FAULT = Path(__file__).with_name("with_fault.py")
 HEADING = re.compile(r"^case +engine +dispatch +combine +time$", re.MULTILINE)
 ROW = re.compile(r"^(R\d\S+) +(host|cuda) +(ok|WRONG) +(ok|WRONG|-) +\d+\.\d\d ms$", re.MULTILINE)
 
+SUMMARY = re.compile(r"^(\w[\w ]+\w) +(\d+) +(\d+) +(\d+) +(\d+)$", re.MULTILINE)
+
+
+def words_of(chosen):
+    """Words of the names of cases that stand there as they are."""
+    words = {word for case in chosen for word in case.id.split("-")}
+    return {word for word in words if re.fullmatch(r"[a-z]{3,}", word)}
+
 
 def check(num_ranks, *arguments, fault="none"):
     return run_ranks(WITH_FAULT, num_ranks, fault, "deepep_cupy", "check", *arguments, limit_s=120)
@@ -46,6 +54,14 @@ def test_every_case_has_its_row(num_ranks):
     # Rows that cannot be added have no combine, and most can.
     assert len(rows) / 2 < sum(row[3] == "ok" for row in rows) < len(rows)
     assert len({len(line) for line in run.outputs[0].splitlines() if ROW.match(line)}) == 1
+    summary = {m[1]: [int(n) for n in m.groups()[1:]] for m in SUMMARY.finditer(run.outputs[0])}
+    assert summary["cast to FP8"][0] == sum(
+        case.fp8 in ("quantize", "round", "ue8m0") for case in wanted
+    )
+    assert summary["expanded layout"] == [sum(case.expand for case in wanted)] * 2 + [0, 0]
+    assert sum(summary[name][0] for name in summary if name.startswith("by ")) == len(rows)
+    legend = run.outputs[0].split("\ncase ")[0]
+    assert all(re.search(rf"\b{word}\b", legend) for word in words_of(wanted)), run
     where = f"{num_ranks} rank" + "s" * (num_ranks > 1)
     last = run.outputs[0].splitlines()[-1]
     assert last == f"OK: {len(rows)} cases on {where} are bit for bit what the reference says"

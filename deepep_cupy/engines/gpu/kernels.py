@@ -13,10 +13,11 @@ from deepep_cupy.engines.gpu.launch import COMM
 from deepep_cupy.engines.gpu.quantize import QUANTIZE
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.build import Request, build, open_cache
-from deepep_cupy.jit.compile import Target, nvrtc_options, parse_arch, rawmodule_options
+from deepep_cupy.jit.compile import nvrtc_options, parse_arch, parse_target, rawmodule_options
 from deepep_cupy.jit.source import generate
 from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants, shared_memory_limit
+from deepep_cupy.protocol.sizes import MAX_RANKS
 
 __all__ = [
     "KERNELS",
@@ -210,7 +211,7 @@ def shape_constants(arch: str | int, **shape: Any) -> dict[str, int]:
         shape: Fields of ``protocol.constants.KernelShape``: ``num_ranks``, ``max_row_bytes``, ….
 
     Raises:
-        ContractError: ``KernelShape`` has no such field.
+        ContractError: ``KernelShape`` has no such field, or its value is out of range.
     """
     known = [field.name for field in dataclasses.fields(KernelShape)]
     unknown = [name for name in shape if name not in known]
@@ -218,8 +219,24 @@ def shape_constants(arch: str | int, **shape: Any) -> dict[str, int]:
         raise ContractError(
             f"kernel shape: there is no field {unknown[0]!r}; there are {', '.join(known)}"
         )
+    for name, value in shape.items():
+        wanted = _complaint(name, value)
+        if wanted:
+            raise ContractError(f"kernel shape: {name} must be {wanted}, got {value!r}")
     shape.setdefault("shared_limit", shared_memory_limit(parse_arch(arch)))
     return dict(kernel_constants(KernelShape(**shape)))
+
+
+def _complaint(name: str, value: object) -> str:
+    """What a field of ``KernelShape`` must be, where it is not; else an empty text."""
+    if name == "loads":
+        return "" if value in ("coherent", "nc") else "'coherent' or 'nc'"
+    high = {"num_ranks": MAX_RANKS, "num_threads": 1024}.get(name, 1 << 40)
+    step = 32 if name == "num_threads" else 1
+    number = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if step <= number <= high and number % step == 0:
+        return ""
+    return f"{'a multiple of 32' if step > 1 else 'a whole number'} from {step} to {high}"
 
 
 def kernel_source(name: str, arch: str | int = "sm_90", **shape: Any) -> str:
@@ -252,7 +269,7 @@ def kernel_options(name: str, arch: str | int | None = None) -> tuple[str, ...]:
         ContractError: There is no such kernel.
     """
     get_kernel(name)
-    return rawmodule_options() if arch is None else nvrtc_options(Target(parse_arch(arch)))
+    return rawmodule_options() if arch is None else nvrtc_options(parse_target(arch))
 
 
 def kernel_ptx(name: str, arch: str | int, **shape: Any) -> str:
@@ -265,5 +282,5 @@ def kernel_ptx(name: str, arch: str | int, **shape: Any) -> str:
         CompileError: It does not compile.
         PlatformError: CuPy or NVRTC is not installed.
     """
-    request = Request(get_kernel(name), shape_constants(arch, **shape), Target(parse_arch(arch)))
+    request = Request(get_kernel(name), shape_constants(arch, **shape), parse_target(arch))
     return build(request, open_cache()).compiled.ptx
