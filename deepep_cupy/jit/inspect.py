@@ -19,12 +19,20 @@ from deepep_cupy.errors import CompileError, PlatformError
 
 __all__ = [
     "Instruction",
+    "Place",
+    "Statement",
+    "classify",
     "count_instructions",
     "disassemble",
     "find_tool",
     "memory_instructions",
     "opcodes",
+    "own_name",
+    "statements",
 ]
+
+Place = tuple[str, int]
+"""File, relative to ``cuda/`` where it is one of ours, and line."""
 
 _KINDS = {
     "ld": "load",
@@ -50,7 +58,7 @@ _ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "sc", "volatile",
 _SCOPES = ("cta", "cluster", "gpu", "gl", "sys")
 _CACHE = re.compile(r"nc|ca|cg|cs|cv|lu|wb|wt|L1::\w+|L2::\w+")
 _STATEMENT = re.compile(r"(?:@!?%?[\w$]+\s+)?([a-z][\w.:]*)(?=[\s;])")
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_LOC = re.compile(r"\.loc\s+(\d+ \d+ \d+)(?:.*inlined_at\s+(\d+ \d+ \d+))?")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OURS = re.compile(r".*deepep_cupy/cuda/")
@@ -83,30 +91,66 @@ class Instruction:
     count: int = 1
 
 
-def opcodes(ptx: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (opcode, source, caller) of each instruction of a PTX text, in order."""
-    files = {number: _OURS.sub("", name) for number, name in _FILE.findall(ptx)}
-    source = caller = ""
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One instruction of a PTX text.
+
+    Attributes:
+        text: As written, its predicate included, without the semicolon.
+        opcode: With all its qualifiers.
+        chain: The line it was made from, then the line that was inlined at, and so on up to the
+            kernel; empty where the PTX does not say.
+    """
+
+    text: str
+    opcode: str
+    chain: tuple[Place, ...]
+
+
+def own_name(file: str) -> str:
+    """Return a file's name relative to ``cuda/``; any other file's as it is."""
+    return _OURS.sub("", file)
+
+
+def statements(ptx: str) -> Iterator[Statement]:
+    """Yield the instructions of a PTX text, in order."""
+    files = {number: own_name(name) for number, name in _FILE.findall(ptx)}
+    chains: dict[str, tuple[Place, ...]] = {}
+    chain: tuple[Place, ...] = ()
     in_code = False
     for raw in _COMMENT.sub("", ptx).splitlines():
         row = raw.strip()
         if row.startswith(".section"):
             in_code = False
         if row.startswith((".entry", ".visible .entry", ".func", ".weak .func")):
-            source, caller, in_code = "", "", True
+            chain, in_code = (), True
         location = _LOC.match(row)
         if location:
-            file, line, at_file, at_line = location.groups()
-            source = f"{files.get(file, '?')}:{line}" if line != "0" else ""
-            caller = f"{files.get(at_file, '?')}:{at_line}" if at_file else ""
+            at, inlined_at = location.groups()
+            # PTX has the place of a call stand before what was inlined there: the last one counts.
+            callers = chains.get(inlined_at) or (inlined_at and (_place(inlined_at, files),)) or ()
+            chain = tuple(place for place in (_place(at, files), *callers) if place[1])
+            chains[at] = chain
             continue
         if not in_code or row.startswith("."):
             continue
-        for statement in row.strip("{} \t").split(";")[:-1]:
-            text = re.sub(r"^[\w$]+:", "", statement.strip(" \t{}")).strip()
+        for piece in row.strip("{} \t").split(";")[:-1]:
+            text = re.sub(r"^[\w$]+:", "", piece.lstrip(" \t{}")).strip()
             found = _STATEMENT.match(text + ";")
             if found:
-                yield found[1], source, caller
+                yield Statement(" ".join(text.split()), found[1], chain)
+
+
+def _place(location: str, files: dict[str, str]) -> Place:
+    file, line, _ = location.split()
+    return files.get(file, "?"), int(line)
+
+
+def opcodes(ptx: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (opcode, source, caller) of each instruction of a PTX text, in order."""
+    for one in statements(ptx):
+        source, caller = (*(f"{file}:{line}" for file, line in one.chain[:2]), "", "")[:2]
+        yield one.opcode, source, caller
 
 
 def memory_instructions(ptx: str) -> list[Instruction]:
@@ -116,7 +160,7 @@ def memory_instructions(ptx: str) -> list[Instruction]:
     """
     counted: Counter[Instruction] = Counter()
     for opcode, source, caller in opcodes(ptx):
-        instruction = _classify(opcode, source, caller)
+        instruction = classify(opcode, source, caller)
         if instruction is not None and instruction.space != "param":
             counted[instruction] += 1
     return [
@@ -133,8 +177,12 @@ def count_instructions(instructions: Iterable[Instruction]) -> dict[str, int]:
     return dict(sorted(counted.items()))
 
 
-def disassemble(cubin: bytes) -> str:
+def disassemble(cubin: bytes, *, lines: bool = False) -> str:
     """Return the machine code of a cubin as text (SASS).
+
+    Args:
+        cubin: The machine code.
+        lines: Put before each instruction where it comes from, with what it was inlined at.
 
     Raises:
         PlatformError: There is no ``nvdisasm``.
@@ -149,8 +197,9 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory(prefix="deepep_cupy-") as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
+        options = ["--print-code", *(["--print-line-info-inline"] if lines else [])]
         done = subprocess.run(
-            [str(tool), "--print-code", str(path)], capture_output=True, text=True, check=False
+            [str(tool), *options, str(path)], capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise CompileError(f"{tool} does not take the cubin: {done.stderr.strip()}")
@@ -167,7 +216,8 @@ def find_tool(name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _classify(opcode: str, source: str, caller: str) -> Instruction | None:
+def classify(opcode: str, source: str, caller: str) -> Instruction | None:
+    """Take a PTX opcode apart; None where it neither touches memory nor orders accesses to it."""
     word, *rest = opcode.split(".")
     if word == "cp":
         kind = "bulk copy" if "bulk" in rest else "async copy"

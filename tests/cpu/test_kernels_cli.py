@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from deepep_cupy.cli import kernels, ptx
 from deepep_cupy.engines.gpu.kernels import get_kernel, kernel_source, list_kernels, shape_constants
-from deepep_cupy.errors import CompileError, ContractError, DeepEPCupyError
+from deepep_cupy.errors import CompileError, ContractError, DeepEPCupyError, PlatformError
 from deepep_cupy.jit.inspect import find_tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,77 @@ def test_show_sass(capsys):
     if find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
     assert call(kernels, "show", NAME, "--format", "sass") == 0
-    assert "LDG.E.64.STRONG.SYS" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "LDG.E.64.STRONG.SYS" in said
+    assert re.search(
+        r"^// asm/memory.cuh:\d+ ← comm/.*:\d+ ← .*barrier.cu:\d+$", said, re.MULTILINE
+    )
+
+
+def test_show_writes_a_page(tmp_path, capsys):
+    needs_nvrtc()
+    page = tmp_path / "new" / "page.html"
+    assert call(kernels, "show", NAME, "--html", page) == 0
+    assert capsys.readouterr().out == f"{page}: {page.stat().st_size:,} bytes\n"
+    assert "sm_90, coherent loads, 2 ranks, rows up to 14,336 bytes" in page.read_text()
+
+
+def test_show_writes_pages_of_all_kernels(tmp_path, capsys, monkeypatch):
+    needs_nvrtc()
+    few = [spec for spec in list_kernels() if spec.name in (NAME, "stage", "dispatch_bulk")]
+    monkeypatch.setattr(kernels, "list_kernels", lambda: few)
+    assert call(kernels, "show", "--html", tmp_path, "--arch", "sm_80") == 0
+    assert "index.html: 2 pages, " in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("*.html")} == {
+        "index.html",
+        f"{NAME}.html",
+        "stage.html",
+    }
+    index = (tmp_path / "index.html").read_text()
+    assert "dispatch_bulk, which needs sm_90" in index
+    for link in re.findall(r'href="([^"#]+)"', index + (tmp_path / "stage.html").read_text()):
+        assert (tmp_path / link).is_file(), link
+
+
+def test_a_page_without_nvdisasm_has_the_ptx_and_says_why(tmp_path, monkeypatch):
+    needs_nvrtc()
+    monkeypatch.setattr("deepep_cupy.jit.inspect.find_tool", lambda name: None)
+    assert call(kernels, "show", NAME, "--html", tmp_path / "page.html") == 0
+    said = (tmp_path / "page.html").read_text()
+    assert "PTX alone: showing SASS needs nvdisasm" in said
+    assert "fence.acq_rel.sys" in said
+    assert "fence.acq_rel.sys" in around_text()
+    with pytest.raises(PlatformError, match="needs nvdisasm, which is neither in this"):
+        call(kernels, "show", NAME, "--format", "sass")
+
+
+def around_text():
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as said:
+        assert call(kernels, "show", NAME, "--around", "fence.acq_rel", "--lines", 1) == 0
+    return said.getvalue()
+
+
+def test_around_is_plain_in_a_pipe():
+    needs_nvrtc()
+    said = around_text()
+    assert "\x1b" not in said
+    assert "here   Release" in said
+
+
+def test_diff_of_two_and_its_page(tmp_path, capsys):
+    needs_nvrtc()
+    assert call(kernels, "diff", f"{NAME}:ranks=2", f"{NAME}:ranks=4,threads=256") == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].split()[:2] == ["PTX", "instruction"]
+    page = tmp_path / "diff.html"
+    assert call(kernels, "diff", "stage", "--html", page) == 0
+    assert "Only load instructions differ" in page.read_text()
+    assert "stage:nc" in page.read_text()
+    assert call(kernels, "diff", f"{NAME}:coherent", f"{NAME}:nc") == 0
+    assert "The two have the same PTX instructions" in capsys.readouterr().out
 
 
 def test_compile_prints_what_a_kernel_takes_and_fills_the_cache(capsys):
@@ -144,11 +215,31 @@ def test_diff_of_a_kernel_that_reads_no_rows(capsys):
         (("compile", NAME, "--file", "x.cu"), "--file goes without names of kernels"),
         (("show", "dispatch_bulk", "--format", "ptx", "--arch", "sm_80"), "needs sm_90 or newer"),
         (("compile", "--file", "/nowhere/x.cu"), "--file /nowhere/x.cu cannot be read"),
+        (("show",), "give a NAME, or --html FOLDER"),
+        (("diff", f"{NAME}:fast", NAME), "the word 'fast' must be coherent, nc, sm_90"),
+        (("diff", NAME, "nothing"), "no kernel is named 'nothing'"),
     ],
 )
 def test_what_cannot_be_done_is_told(arguments, said):
     with pytest.raises(DeepEPCupyError) as raised:
         call(kernels, *arguments)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--around", "ld.foo"), "has no instruction ld.foo; of memory and order it has atom."),
+        (("--around", "header.cuh:9999"), "comm/header.cuh has lines 1 to"),
+        (("--around", "nothing.cuh:1"), "no file nothing.cuh"),
+        (("--around", "fence.acq_rel", "--lines", "-1"), "--lines must be at least 0"),
+        (("--html", "/proc/nothing/x.html"), "--html /proc/nothing/x.html cannot be written"),
+    ],
+)
+def test_what_is_not_in_a_kernel_is_told(arguments, said):
+    needs_nvrtc()
+    with pytest.raises(ContractError) as raised:
+        call(kernels, "show", NAME, *arguments)
     assert said in str(raised.value)
 
 

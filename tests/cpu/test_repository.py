@@ -24,7 +24,7 @@ CUDA = PACKAGE / "cuda"
 MAX_CODE_LINES = 500
 
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cuda"}
-ABOVE_JIT = ("api", "bench", "cli", "engines", "litmus", "memory", "ranks", "testing")
+ABOVE_JIT = ("api", "bench", "cli", "engines", "inspect", "litmus", "memory", "ranks", "testing")
 ABOVE_PROTOCOL = (*ABOVE_JIT, "jit", "reference")
 FORBIDDEN_IMPORTS = {
     "protocol": GPU_LIBRARIES | {"mpi4py", *(f"deepep_cupy.{room}" for room in ABOVE_PROTOCOL)},
@@ -32,9 +32,13 @@ FORBIDDEN_IMPORTS = {
     "jit": {"mpi4py", *(f"deepep_cupy.{room}" for room in (*ABOVE_JIT, "protocol"))},
     "ranks": {f"deepep_cupy.{room}" for room in ABOVE_JIT},
     "memory": {f"deepep_cupy.{room}" for room in ABOVE_JIT if room != "ranks"},
-    "engines": {f"deepep_cupy.{room}" for room in ("api", "bench", "cli", "litmus", "testing")},
-    "api": {f"deepep_cupy.{room}" for room in ("bench", "cli", "litmus", "testing")},
-    "testing": {f"deepep_cupy.{room}" for room in ("bench", "cli", "litmus")},
+    "engines": {
+        f"deepep_cupy.{room}" for room in ("api", "bench", "cli", "inspect", "litmus", "testing")
+    },
+    "inspect": GPU_LIBRARIES
+    | {"mpi4py", *(f"deepep_cupy.{room}" for room in ABOVE_JIT if room != "inspect")},
+    "api": {f"deepep_cupy.{room}" for room in ("bench", "cli", "inspect", "litmus", "testing")},
+    "testing": {f"deepep_cupy.{room}" for room in ("bench", "cli", "inspect", "litmus")},
 }
 """Sub-package → top-level names and modules that none of its files imports."""
 

@@ -1,0 +1,1 @@
+"""CUDA text, PTX and machine code of one line side by side: pages, extracts, comparisons."""
