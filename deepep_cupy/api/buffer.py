@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from deepep_cupy import log
 from deepep_cupy._version import __version__
+from deepep_cupy.api.advice import suggest_keywords
 from deepep_cupy.api.call_cache import CallCache
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, Config, agree, is_int
@@ -77,6 +78,7 @@ class Buffer:
         PlatformError: On every rank, when these ranks or machines cannot do it.
     """
 
+    @suggest_keywords
     def __init__(
         self,
         comm: Any,
@@ -168,6 +170,7 @@ class Buffer:
         return self._spec.num_max_tokens_per_rank
 
     @staticmethod
+    @suggest_keywords
     def size_hint(
         *,
         num_ranks: int,
@@ -241,6 +244,7 @@ class Buffer:
 
     # ------------------------------------------------------------------------- the operations
 
+    @suggest_keywords
     def get_dispatch_layout(
         self,
         topk_idx: Any,
@@ -286,6 +290,7 @@ class Buffer:
             EventOverlap(event),
         )
 
+    @suggest_keywords
     def dispatch(
         self,
         x: Any,
@@ -334,7 +339,8 @@ class Buffer:
                 pass the handle of the same call.
             num_tokens_per_rank: ``[R]`` int32; not needed.
             num_tokens_per_rdma_rank: ``[1]`` int32; not needed.
-            is_token_in_rank: ``[T, R]`` bool; not needed with ``topk_idx``.
+            is_token_in_rank: ``[T, R]`` bool. Beside ``topk_idx``, which then decides alone, its
+                shape is checked and it is not used.
             num_tokens_per_expert: ``[E]`` int32; not needed.
             topk_idx: ``[T, K]`` int64 or int32, K ≤ ``num_topk``, each row's experts different;
                 -1: no choice.
@@ -430,6 +436,7 @@ class Buffer:
         call, signature = self._calls.dispatch(given)
         return self._engine.dispatch(call), signature
 
+    @suggest_keywords
     def combine(
         self,
         x: Any,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from deepep_cupy.api import advice
 from deepep_cupy.api.config import Config, is_int, resolve_dtype
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
@@ -106,14 +107,9 @@ class Checker:
             )
         x = self.array(operation, "x", value, {"rows": None, "hidden": None}, None)
         itemsize = x.dtype.itemsize if wire_itemsize is None else wire_itemsize
-        row_bytes, most = x.shape[1] * itemsize, self._spec.max_row_bytes
-        if not 1 <= row_bytes <= most:
-            self.refuse(
-                operation,
-                "x",
-                f"must have rows of 1 to {most} bytes (hidden × itemsize of the Buffer's "
-                f"constructor), got {row_bytes} (shape {tuple(x.shape)}, {x.dtype})",
-            )
+        row_bytes = x.shape[1] * itemsize
+        if not 1 <= row_bytes <= self._spec.max_row_bytes:
+            self.refuse(operation, "x", advice.of_row_bytes(operation, x, row_bytes, self._spec))
         return x
 
     def handle(self, operation: str, value: object) -> DispatchHandle:
@@ -122,7 +118,8 @@ class Checker:
             self.refuse(
                 operation,
                 "handle",
-                f"must be a handle that dispatch() returned, got {type(value).__name__}",
+                f"must be a handle that dispatch() returned, got {type(value).__name__}"
+                + advice.of_handle(operation, value),
             )
         if value.signature.buffer != self._buffer:
             self.refuse(operation, "handle", "must be of this Buffer, got one of another Buffer")
@@ -276,10 +273,11 @@ class Checker:
             refusal = Refusal(RefusalCode.TOO_MANY_TOKENS, num_tokens)
             limit = spec.num_max_tokens_per_rank
             raise ContractError(describe_refusal("dispatch", spec.rank, refusal, limit), refusal)
+        known = None if given.handle is None else self.handle("dispatch", given.handle)
         self._layout_arrays(given, num_tokens)
         topk_idx = mask = handle = made = None
-        if given.handle is not None:
-            handle = self._cached(given, num_tokens)
+        if known is not None:
+            handle = self._cached(known, given, num_tokens)
             signature = handle.signature
         elif given.topk_idx is not None:
             topk_idx = self._choices(given.topk_idx, num_tokens)
@@ -393,8 +391,9 @@ class Checker:
             self._wrong("use_ue8m0", "needs round_scale=True: only powers of two are exponents")
         return Quantization(_FORMATS[name], round_scale, use_ue8m0)
 
-    def _cached(self, given: DispatchArguments, num_tokens: int) -> DispatchHandle:
-        handle = self.handle("dispatch", given.handle)
+    def _cached(
+        self, handle: DispatchHandle, given: DispatchArguments, num_tokens: int
+    ) -> DispatchHandle:
         if given.topk_idx is not None:
             self._wrong("topk_idx", "must not be given together with a handle, which fixes it")
         if handle.num_tokens != num_tokens:

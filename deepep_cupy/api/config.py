@@ -134,17 +134,19 @@ class BufferArguments:
 
     def spec(self, rank: int, num_ranks: int) -> BufferSpec:
         """Sizes for the engine, from arguments that have been checked."""
+        dtype = resolve_dtype(self.dtype)
         return BufferSpec(
             num_ranks=num_ranks,
             rank=rank,
             num_max_tokens_per_rank=int(self.num_max_tokens_per_rank),
-            max_row_bytes=int(self.hidden) * resolve_dtype(self.dtype).itemsize,
+            max_row_bytes=int(self.hidden) * dtype.itemsize,
             num_topk=int(self.num_topk),
             num_experts=None if self.num_experts is None else int(self.num_experts),
             timeout_s=float(self.timeout_s),
             pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
             num_sms=None if self.num_sms is None else int(self.num_sms),
-            one_byte_items=resolve_dtype(self.dtype).itemsize == 1,
+            dtype=dtype.name,
+            itemsize=dtype.itemsize,
         )
 
 

@@ -39,8 +39,9 @@ class BufferSpec:
         timeout_s: Seconds any wait may last.
         pool_bytes: Bytes of symmetric memory, ``None`` for the default.
         num_sms: Blocks per kernel, ``None`` for the default.
-        one_byte_items: Whether the constructor's dtype has one byte: then scales, 1/32
-            more, come on top of the longest row.
+        dtype: Name of the constructor's dtype, for messages.
+        itemsize: Bytes of its items. Where that is one byte, scales, 1/32 more, come on top of
+            the longest row.
     """
 
     num_ranks: int
@@ -52,7 +53,8 @@ class BufferSpec:
     timeout_s: float
     pool_bytes: int | None = None
     num_sms: int | None = None
-    one_byte_items: bool = False
+    dtype: str = "bfloat16"
+    itemsize: int = 2
 
     @property
     def num_local_experts(self) -> int:
@@ -89,7 +91,7 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
             of its worst-case receives, and one block of as many rows for expert outputs.
     """
     tokens, row = spec.max_recv_tokens, spec.max_row_bytes
-    scales = 4 * num_scales(row, packed=False) if spec.one_byte_items else 0
+    scales = 4 * num_scales(row, packed=False) if spec.itemsize == 1 else 0
     handle = _blocks(tokens, 4, 4) + _blocks(spec.num_ranks + spec.num_local_experts, 8)
     receive = _blocks(tokens, row, scales, 8 * spec.num_topk, 4 * spec.num_topk) + handle
     total = _LIVE_DISPATCHES * receive + _blocks(tokens, row)

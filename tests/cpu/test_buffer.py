@@ -31,6 +31,30 @@ def test_public_names():
         _ = deepep_cupy.buffer_
 
 
+@pytest.mark.parametrize(
+    ("method", "unknown", "said"),
+    [
+        ("dispatch", "topk_index", "dispatch(): there is no argument 'topk_index'; did you mean "
+         "'topk_idx'?"),
+        ("dispatch", "weights", "did you mean 'topk_weights'?"),
+        ("combine", "biases", "did you mean 'bias'?"),
+        ("size_hint", "expert_align", "did you mean 'expert_alignment'?"),
+        ("__init__", "num_tokens_per_rank", "did you mean 'num_max_tokens_per_rank'?"),
+        ("get_dispatch_layout", "zzz", "there are topk_idx, num_experts, previous_event, "),
+    ],
+)  # fmt: skip
+def test_an_unknown_keyword_suggests_the_nearest(method, unknown, said):
+    with pytest.raises(TypeError) as caught:
+        getattr(deepep_cupy.Buffer, method)(None, **{unknown: 1})
+    assert said in str(caught.value)
+    assert "self" in inspect.signature(deepep_cupy.Buffer.dispatch).parameters
+
+
+def test_other_type_errors_are_what_they_were():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'handle'"):
+        deepep_cupy.Buffer.combine(None, 1)
+
+
 @pytest.mark.parametrize("name", ["DispatchResult", "CombineResult", "LayoutResult"])
 def test_help_describes_the_members_of_a_result(name):
     result = getattr(deepep_cupy, name)

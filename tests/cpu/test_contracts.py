@@ -7,6 +7,7 @@ import pytest
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, resolve_dtype
 from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.results import DispatchResult
 from deepep_cupy.engines.calls import CombineArguments, Signature
 from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
@@ -145,6 +146,38 @@ def test_wrong_dispatches_are_refused_by_argument(checker, argument, changes):
         checker.dispatch(given(**changes))
     assert caught.value.refusal.code == RefusalCode.ARGUMENT
     assert ARGUMENTS[caught.value.refusal.value] == argument
+
+
+@pytest.mark.parametrize("weights", [None, np.zeros((4, K), np.float32)])
+def test_choices_in_the_place_of_the_handle_are_named(checker, weights):
+    """``dispatch(x, idx)`` and ``dispatch(x, idx, w)``, as people type them."""
+    positional = {"topk_idx": None, "handle": np.zeros((4, K), np.int64)}
+    with pytest.raises(ContractError, match=r"'handle' .* topk_idx and topk_weights are keywords"):
+        checker.dispatch(given(**positional, num_tokens_per_rank=weights))
+
+
+def test_what_is_no_handle_is_told_where_one_is(checker):
+    recv = DispatchResult(None, None, None, [], handle(), None)
+    with pytest.raises(ContractError, match=r"give its member: handle=recv\.handle"):
+        combine(checker, known=recv)
+    with pytest.raises(ContractError, match=r"the rows come first: combine\(y, handle\)"):
+        checker.combine(CombineArguments(x=handle(), handle=np.zeros((5, H), np.float32)))
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_rows_of_longer_items_than_the_buffers_name_cause_and_cure(operation):
+    """``float32`` rows on a Buffer made for the default ``bfloat16``."""
+    checker = Checker(spec(max_row_bytes=2 * H), 7, import_array, ALL_MODES, import_array)
+    checker = always_checked(checker, M)
+    cure = r"made for bfloat16 rows \(the default\): give it dtype='float32'"
+    if operation == "dispatch":
+        with pytest.raises(ContractError, match=cure + ", on rank 1"):
+            checker.dispatch(given())
+    else:
+        with pytest.raises(ContractError, match=cure + r", or pass y.astype\(recv_x.dtype\)"):
+            combine(checker)
+    with pytest.raises(ContractError, match=r"float16\), on rank 1\.$"):  # too long in any dtype
+        checker.dispatch(given(x=np.zeros((4, H + 1), np.float16)))
 
 
 def test_choices_need_experts():

@@ -20,7 +20,7 @@ SIZES = {
     "short rows": {"row": 512},
     "few tokens": {"tokens": 128},
     "many tokens": {"tokens": 65536},
-    "one byte": {"row": 7168, "one_byte_items": True},
+    "one byte": {"row": 7168, "itemsize": 1},
     "particles": {"tokens": 1_000_000, "row": 16, "topk": 1},
     "masks": {"topk": 0},
 }
@@ -39,7 +39,7 @@ def made(tokens=4096, row=14336, topk=8, ranks=8, **more):
         **more,
     )
     most = spec.max_recv_tokens
-    scales = 4 * -(-row // 128) if spec.one_byte_items else 0
+    scales = 4 * -(-row // 128) if spec.itemsize == 1 else 0
     handle = 8 * most + 8 * (ranks + spec.num_local_experts) + 1024
     sizes = [handle, most * (12 * topk + scales) + 1024, most * row]
     return Pool(pool_bytes_hint(spec), NoEvents()), sizes
