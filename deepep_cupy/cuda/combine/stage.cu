@@ -8,6 +8,15 @@
 #include "common/access.cuh"
 #include "common/rows.cuh"
 
+struct OneTarget {
+    u8* address;
+
+    template <class RowChunk>
+    DEVICE_METHOD void store(const RowChunk& chunk) const {
+        chunk.store(address);
+    }
+};
+
 // Copies `count` rows, from row `first` on, to the same rows of the target.
 template <int kBytes, int kUnroll>
 DEVICE void copy_rows(const StageCommon& d, u64 first, u64 count) {
@@ -15,8 +24,7 @@ DEVICE void copy_rows(const StageCommon& d, u64 first, u64 count) {
     u64 mine = static_cast<u64>(block_index()) * kNumThreads + thread_index();
     u64 offset = first * d.row_bytes;
     u64 units = count * (d.row_bytes / kBytes);
-    copy_units<kBytes, kUnroll, false>(d.x + offset, units, mine, stride,
-                                       [&](auto store_to) { store_to(d.out + offset); });
+    copy_units<kBytes, kUnroll, false>(d.x + offset, units, mine, stride, OneTarget{d.out + offset});
 }
 
 // All rows received, but this rank's own: those before them, then those behind.

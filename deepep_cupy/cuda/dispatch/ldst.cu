@@ -13,21 +13,30 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= kDispatchSharedBytes, "SHARED_HEAD in protocol/constants.py is small");
 
-// Sends one row to all ranks that get it; row: this lane's find_row().
-template <int kBytes, int kUnroll>
-DEVICE void send_row(const CommParams& c, const CommShared& comm, const DispatchCommon& d,
-                     u32 token, u32 row) {
-    const u8* source = d.x + static_cast<u64>(token) * d.row_bytes;
-    u32 units = d.row_bytes / kBytes;
-    copy_units<kBytes, kUnroll, true>(source, units, lane_index(), 32u, [&](auto store_to) {
+// Where a token's row goes: to the ranks behind this one first, so that ranks do not all write to
+// the same one. row: this lane's find_row().
+struct PeerRows {
+    const CommParams& c;
+    const CommShared& comm;
+    const DispatchCommon& d;
+    u32 row;
+
+    template <class RowChunk>
+    DEVICE_METHOD void store(const RowChunk& chunk) const {
         for (u32 i = 0; i < kNumRanks; ++i) {
             u32 rank = (c.rank + 1u + i) % kNumRanks;
             u32 there = warp_shuffle(row, rank);
             if (there == ~0u) continue;
-            store_to(rows_of_rank(c, comm, rank, kWordRowsOffset) +
-                     static_cast<u64>(there) * d.row_bytes);
+            chunk.store(rows_of_rank(c, comm, rank, kWordRowsOffset) +
+                        static_cast<u64>(there) * d.row_bytes);
         }
-    });
+    }
+};
+
+template <int kBytes, int kUnroll>
+DEVICE void send_row(const DispatchCommon& d, u32 token, const PeerRows& rows) {
+    const u8* source = d.x + static_cast<u64>(token) * d.row_bytes;
+    copy_units<kBytes, kUnroll, true>(source, d.row_bytes / kBytes, lane_index(), 32u, rows);
 }
 
 DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
@@ -40,12 +49,13 @@ DEVICE void move_rows(const CommParams& c, const DispatchCommon& d, Shared& s) {
         u32 row = ~0u;
         if (!find_row(c, s.comm, d, s.route, schedule, token, lane_slot, row)) break;
         send_metadata(c, s.comm, d, token, row);
+        PeerRows rows = {c, s.comm, d, row};
         if (d.access_bytes == 16) {
-            send_row<16, 8>(c, s.comm, d, token, row);
+            send_row<16, 8>(d, token, rows);
         } else if (d.access_bytes == 4) {
-            send_row<4, 4>(c, s.comm, d, token, row);
+            send_row<4, 4>(d, token, rows);
         } else {
-            send_row<1, 4>(c, s.comm, d, token, row);
+            send_row<1, 4>(d, token, rows);
         }
     }
     fill_tails(c, s.comm, d);  // PLANT(tails_filled)

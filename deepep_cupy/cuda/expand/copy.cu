@@ -9,18 +9,29 @@
 #include "common/rows.cuh"
 #include "common/grid_stride.cuh"
 
+// Where a token's copies lie. row: of the copy for choice `lane`; copies: choices, one bit each.
+struct CopyRows {
+    const ExpandCopyCommon& d;
+    u32 row;
+    u32 copies;
+
+    template <class RowChunk>
+    DEVICE_METHOD void store(const RowChunk& chunk) const {
+        for (u32 rest = copies; rest != 0u; rest &= rest - 1u) {
+            u64 there = warp_shuffle(row, lowest_bit(rest));
+            chunk.store(d.out + there * d.row_bytes);
+        }
+    }
+};
+
 // row: of the copy for choice `lane`, ~0 where there is none; copies: one bit a choice.
 
 template <int kBytes, int kUnroll>
 DEVICE void copy_row(const ExpandCopyCommon& d, u32 token, u32 row, u32 copies) {
     const u8* source = d.rows + static_cast<u64>(token) * d.row_bytes;
     u32 units = d.row_bytes / kBytes;
-    copy_units<kBytes, kUnroll, false>(source, units, lane_index(), 32u, [&](auto store_to) {
-        for (u32 rest = copies; rest != 0u; rest &= rest - 1u) {
-            u64 there = warp_shuffle(row, lowest_bit(rest));
-            store_to(d.out + there * d.row_bytes);
-        }
-    });
+    copy_units<kBytes, kUnroll, false>(source, units, lane_index(), 32u,
+                                       CopyRows{d, row, copies});
 }
 
 DEVICE void copy_scales(const ExpandCopyCommon& d, u32 token, u32 row, u32 copies) {
