@@ -146,7 +146,7 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def launcher_size() -> int:
-    """Processes that ``mpirun`` says it started, 1 where there is no ``mpirun``."""
+    """How many processes ``mpirun`` has started, 1 where there is no ``mpirun``."""
     return max([1, *(_integer(name) for name in _SIZE_VARIABLES)])
 
 
@@ -156,7 +156,7 @@ def launcher_rank() -> int:
 
 
 def launcher_local_rank() -> int | None:
-    """Number that ``mpirun`` gave this process on its node, None where it does not say."""
+    """Number that ``mpirun`` gave this process on its node, None where it gave none."""
     found = max(_integer(name) for name in _LOCAL_RANK_VARIABLES)
     return None if found < 0 else found
 
@@ -168,7 +168,7 @@ def _integer(name: str) -> int:
 
 @contextmanager
 def setting(**variables: str) -> Iterator[None]:
-    """Set variables of the table for a while, for what is built meanwhile in this process.
+    """Set variables of the table for the length of a ``with`` block.
 
     Args:
         variables: Name → text.

@@ -7,7 +7,7 @@ class                  whose fault, and what follows
 ``StateError``         a call that the Buffer's state does not allow (closed, poisoned, busy)
 ``CompileError``       a kernel text did not compile; carries the numbered source
 ``PeerTimeoutError``   a rank did not arrive in time; the Buffer is poisoned until ``reset()``
-``PeerAbortedError``   a rank gave up and said so; the Buffer is poisoned until ``reset()``
+``PeerAbortedError``   a rank has given up; the Buffer is poisoned until ``reset()``
 ``PlatformError``      this machine cannot do what was asked (no GPU, no peer access, …)
 =====================  =====================================================================
 """

@@ -15,7 +15,7 @@ __all__ = ["Traffic", "choices_per_rank", "row_bytes", "rows_per_rank"]
 
 
 def rows_per_rank(topk_idx: NDArray[Any], num_experts: int, num_ranks: int) -> list[int]:
-    """Tokens that go to each rank: once, whatever they choose there."""
+    """Tokens that go to each rank: once, however many of its experts they choose."""
     owner = _owners(topk_idx, num_experts, num_ranks)
     return [int((owner == rank).any(axis=1).sum()) for rank in range(num_ranks)]
 

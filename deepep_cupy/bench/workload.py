@@ -1,6 +1,6 @@
 """What a bench measures on: ranks, a Buffer, rows, and every way to call it.
 
-Calls are checked before and after they are timed: their rows say where they come from, see
+Calls are checked before and after they are timed: their rows name where they come from, see
 ``bench.rows``.
 """
 

@@ -6,7 +6,7 @@ the ranks together can know (headers), and what only the data can tell (values o
 ``reference/`` defines every result; this file defines what is passed to an engine and back.
 
 Outputs are not frozen dataclasses, because one is made in every call and these are slower to
-make; nobody changes one.
+make; none of them is changed afterwards.
 
 An engine names the modes it has in ``modes``; the api refuses, on every rank, a call that needs
 another. Without any mode an engine does plain ``dispatch``, ``combine`` and ``barrier``.

@@ -46,7 +46,7 @@ def make_engine(
         try:
             return CudaEngine(group, board, spec, topology, choose_device=device is None)
         except RegionError as error:
-            # Too little memory is no reason to go slow in silence.
+            # Too little GPU memory is an error, which the slow host engine would only hide.
             if engine == "cuda" or error.out_of_memory:
                 raise
             against = str(error)
@@ -84,7 +84,7 @@ def why_not_cuda(spec: BufferSpec, device: int | None) -> str | None:
 
 
 class _Alone:
-    """As much of a group as ``survey`` needs."""
+    """A group of this rank alone, with what ``survey`` needs."""
 
     rank = 0
     host = "this node"

@@ -128,7 +128,7 @@ def build_all(
     rank's (another home, nothing writable) compiles for itself after the barrier.
 
     Args:
-        requests: The same on all ranks of the node.
+        requests: Equal on all ranks of the node.
         cache: This rank's.
         compiles: True on the one rank that compiles.
         barrier: Called once, between the compiling rank's work and the others'; called too when

@@ -98,7 +98,7 @@ class Compiled:
         ptx: The PTX made of it.
         cubin: Machine code; empty where ``target.cubin`` is False.
         resources: Registers, shared memory, spills.
-        log: What the compiler said.
+        log: What the compiler printed.
     """
 
     name: str

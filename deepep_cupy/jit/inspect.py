@@ -75,8 +75,8 @@ class Instruction:
         order: weak, volatile, relaxed, acquire, release, acq_rel, sc, proxy, …; empty for none.
         scope: cta, cluster, gpu, sys; empty where there is none.
         cache: Cache operators and hints: nc, L1::no_allocate, L2::256B, ….
-        source: ``asm/memory.cuh:30``, empty where the PTX does not say.
-        caller: The place it was inlined at; empty as above.
+        source: ``asm/memory.cuh:30``, empty where the PTX names no line.
+        caller: The place it was inlined at; empty where the PTX names none.
         count: How often it occurs there.
     """
 
@@ -99,7 +99,7 @@ class Statement:
         text: As written, its predicate included, without the semicolon.
         opcode: With all its qualifiers.
         chain: The line it was made from, then the line that was inlined at, and so on up to the
-            kernel; empty where the PTX does not say.
+            kernel; empty where the PTX names no line.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Launches with prepacked arguments: checked once, cheap ever after.
+"""Launches with prepacked arguments: checked once, cheap from then on.
 
 CuPy checks nothing about kernel arguments, and its launch costs twice the driver's. Here the
 values are checked against the spec when a launch is made, packed into one buffer, and a call
@@ -150,7 +150,7 @@ class CudaDriver:
 
 
 _STREAMS_KEPT = 64
-"""Handles of streams kept per launch; a program that makes streams without end stays bounded."""
+"""The most stream handles kept per launch: a program may make new streams without end."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Launch:
     """One kernel on one grid with its arguments packed.
 
     Args:
-        loaded: The function, from ``kernels.compile.load``.
+        loaded: The function, from ``jit.compile.load``.
         spec: Its spec, or its entry in the manifest of the PTX modules.
         constants: What it was compiled with.
         grid: Blocks. They wait for each other, so that all must be resident at once.
@@ -279,11 +279,11 @@ class Launch:
         driver: Driver calls; ``None`` for ``cuda.bindings``.
 
     Attributes:
-        start: The launch itself, for who launches often.
+        start: The launch as a bare callable, for code that launches often.
 
     Raises:
         ContractError: The values do not fit the spec.
-        PlatformError: The grid cannot be resident at once; nothing is ever shrunk.
+        PlatformError: The grid cannot be resident at once; it is never made smaller.
     """
 
     def __init__(

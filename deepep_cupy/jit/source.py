@@ -7,7 +7,7 @@ cache key, and ``#line`` directives make every compiler report real files and li
 line in a file                         what becomes of it
 =====================================  =====================================================
 ``#include "asm/types.cuh"``           the file, relative to ``cuda/``; the first time only
-``#include "generated/prelude.cuh"``   constants of the plan and the kernel's parameter struct
+``#include "generated/prelude.cuh"``   the constants and the kernel's parameter struct
 ``#pragma once``                       an empty line: each file comes once anyway
 ``#include <atomic>``                  kept, in files of a ``search`` folder only (the simulator's)
 any other include, or one in ``#if``   refused
@@ -48,7 +48,8 @@ def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence
             ``asm/*.cuh`` then take the place of ours.
 
     Raises:
-        CompileError: A file is missing, includes go round, or an include has an unknown form.
+        CompileError: A file is missing, files include each other in a circle, or an include has an
+            unknown form.
     """
     title = f"// deepep_cupy {__version__}, kernel {spec.name}, entry {spec.entry}\n"
     return title + flatten(spec.source, search=search, generated=prelude(spec, constants))

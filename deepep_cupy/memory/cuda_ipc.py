@@ -156,7 +156,7 @@ class CupyEvents:
         return Recorded(event, self._spare)
 
     def query(self, event: Recorded) -> bool:
-        """See ``EventSource``. Raises what an earlier kernel's fault has left."""
+        """See ``EventSource``. Raises the error that an earlier kernel's fault has left."""
         status = self._runtime.eventQuery(event.event.ptr)
         if status not in (0, _NOT_READY):
             raise self._error(status)
@@ -182,7 +182,7 @@ class CupyEvents:
 
 
 class Recorded:
-    """An event in use; its death hands it on instead of destroying it, in whatever thread."""
+    """An event in use. It is kept for the next use when its last reference goes, in any thread."""
 
     __slots__ = ("_spare", "event")
 
@@ -251,7 +251,7 @@ class PoolArrays:
         return self._region.find(array.data.ptr, array.nbytes)
 
     def record_stream(self, array: Any, stream: Stream) -> bool:
-        """Say that ``stream`` works on ``array``; False where it lies outside the pool."""
+        """Note that ``stream`` works on ``array``; False where it lies outside the pool."""
         offset = self.find(array)
         block = None if offset is None else self._pool.block_at(offset)
         if block is None:

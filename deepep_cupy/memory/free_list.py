@@ -25,7 +25,7 @@ class Stamp:
     Attributes:
         stream: Held, so that the stream outlives the work that is waited for.
         tick: The clock when the memory was given back.
-        event: Recorded behind that work, or ``None`` while nobody needed one.
+        event: Recorded behind that work, or ``None`` while none was needed.
         covers: The clock when ``event`` was recorded: it stands for everything up to there.
     """
 
@@ -177,7 +177,7 @@ class FreeList:
         return pending
 
     def take_overlap(self, offset: int, end: int) -> list[Segment]:
-        """Cut out whatever is free within ``[offset, end)``."""
+        """Cut out all that is free within ``[offset, end)``."""
         inside = [
             (max(segment.offset, offset), min(segment.end, end))
             for segment in self._segments
@@ -191,7 +191,7 @@ class FreeList:
         return segments
 
     def largest(self) -> int:
-        """Bytes of the longest run of neighbours, whatever is pending on them."""
+        """Bytes of the longest run of neighbours, work that is pending on them or not."""
         best, low, high = 0, -1, -1
         for segment in self._segments:
             if segment.offset != high:

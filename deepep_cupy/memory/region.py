@@ -1,8 +1,8 @@
 """One region of device memory a rank, which all ranks have mapped.
 
 The ranks agree on every step: either all of them hold a region and have opened all others, or all
-raise the same error, which names the ranks that failed and says what to do. What the steps do is
-in ``DeviceMemory``, so that the agreement is tested without a GPU.
+raise the same error, which names the ranks that failed and says what to do. The calls themselves
+are those of ``DeviceMemory``, so that the agreement is tested without a GPU.
 
 Life::
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 GRANULE = 2 << 20
-"""Sizes are multiples of this: smaller allocations would share a mapping with strangers."""
+"""Sizes are multiples of this: a smaller one would share its mapping with other allocations."""
 
 
 class RegionError(PlatformError):
@@ -65,7 +65,7 @@ class DeviceMemory(Protocol):
     """The calls on one device's memory. Those that can fail raise ``MemoryCallError``."""
 
     def identity(self) -> tuple[str, str]:
-        """(UUID of the GPU, name of the container as far as it can be told)."""
+        """(UUID of the GPU, names of the namespaces that CUDA IPC looks through)."""
         ...
 
     def allocate(self, nbytes: int) -> int:
@@ -138,7 +138,7 @@ class Allocation:
         self.may_free = False
 
     def free(self) -> None:
-        """Free it now; nobody has it mapped, and no array over it exists."""
+        """Free it now. No peer may have it mapped, and no array over it may exist."""
         self.may_free = False
         with contextlib.suppress(Exception):  # at the interpreter's end nothing may be left
             self._memory.free(self.address)
@@ -171,7 +171,7 @@ class SymmetricRegion:
         nbytes: Its size.
         peer_base: Addresses of all ranks' regions in this process; this rank's own included.
         peer_nbytes: Their sizes.
-        offers: What the ranks told each other.
+        offers: Those of all ranks.
         allocation: Keep it as long as an array over the region lives.
 
     Raises:
@@ -190,7 +190,7 @@ class SymmetricRegion:
         error = explain_offers(self.offers)
         if error is not None:
             if allocation is not None:
-                allocation.free()  # nobody has opened it
+                allocation.free()  # no peer has opened it
             raise error
         assert allocation is not None  # an offer without error has one
         opened = self._open_peers()
@@ -200,7 +200,7 @@ class SymmetricRegion:
             for address in opened.base.values():
                 with contextlib.suppress(Exception):
                     memory.close(address)
-            group.allgather(None)  # nobody has it open any more
+            group.allgather(None)  # no peer has it open any more
             allocation.free()
             raise explain_failures(self.offers, failures)
         self.allocation = allocation
@@ -223,7 +223,7 @@ class SymmetricRegion:
                 memory.zero(allocation.address, zero_bytes)
             if group.size > 1:
                 handle = memory.export(allocation.address)
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the peers wait to hear of it
+        except Exception as failure:  # noqa: BLE001 - after any error at all the peers must hear of it
             why, error = getattr(failure, "why", "refused"), str(failure)
         return (
             Offer(group.rank, group.host, uuid, container, self.nbytes, handle, why, error),
@@ -261,11 +261,11 @@ class SymmetricRegion:
             return
         self._closed = True
         self._memory.synchronize()
-        meet()  # nobody works on this region any more
+        meet()  # no rank works on this region any more
         for address in self._opened.values():
             self._memory.close(address)
         self._opened.clear()
-        meet()  # nobody has it mapped any more
+        meet()  # no peer has it mapped any more
         self.allocation.may_free = True
         del self.allocation
 
@@ -275,7 +275,7 @@ class SymmetricRegion:
 
 
 def explain_offers(offers: Sequence[Offer]) -> RegionError | None:
-    """The error all ranks raise for regions that could not be made; ``None``: all were."""
+    """The error all ranks raise for regions that could not be made; ``None`` if all were made."""
     failed = [offer for offer in offers if offer.why]
     if failed:
         short = any(offer.why == "memory" for offer in failed)

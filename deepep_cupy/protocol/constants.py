@@ -96,8 +96,8 @@ class KernelShape:
 
     @property
     def cast_stage_bytes(self) -> int:
-        """The same while it casts: full units of ``CAST_UNIT`` float32 channels fit, and no more
-        groups than a warp has lanes."""
+        """One of the two pieces of a row a warp holds while it casts the row to FP8: full units of
+        ``CAST_UNIT`` float32 channels, and no more groups than a warp has lanes."""
         unit = 4 * CAST_UNIT
         half = align(-(-self.max_row_bytes // 2), unit)
         return max(unit, min(half, self.warp_bytes // 2, 2 * SCALE_GROUP * 32))

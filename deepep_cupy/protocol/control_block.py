@@ -73,9 +73,9 @@ and its last value, and the thread's block."""
 RECORD_WORDS = ("verdict", "serial", "kind", "epoch", "abort", *DETAIL_WORDS)
 """First words of a record: the ``Verdict``, which operation, the abort word, and the details."""
 ABORT_LATE_SHIFT = 8
-"""Where the bits of an abort word begin that say which ranks are late, one bit a rank."""
+"""First bit of the late ranks in an abort word, one bit a rank."""
 ABORT_REPORTER_SHIFT = 16
-"""Where those begin that say which ranks gave up."""
+"""First bit of the ranks that gave up in an abort word, one bit a rank."""
 
 
 class Verdict(IntEnum):
@@ -114,7 +114,7 @@ class AbortFlag(IntFlag):
     TIMEOUT = 1
     """A wait expired."""
     RAISED = 2
-    """A process said so on the abort board."""
+    """A process gave up on the abort board."""
 
 
 def align(nbytes: int, unit: int) -> int:

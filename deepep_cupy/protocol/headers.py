@@ -1,4 +1,4 @@
-"""What ranks tell each other before any row moves, and what they make of it.
+"""The headers that ranks exchange before any row moves, and the verdict they reach on them.
 
 Every operation opens with one *header* per rank, the same words for both engines. All ranks see
 all headers and reach the same verdict: go, or an error that names who differs in what. A rank
@@ -176,7 +176,7 @@ class Refusal:
 
 
 def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0) -> str:
-    """Say in one sentence what ``rank`` refused.
+    """Describe in one sentence what ``rank`` refused.
 
     Args:
         operation: Name of the method, ``"dispatch"``.
@@ -218,7 +218,7 @@ def verdict(
     num_experts: int | None,
     counts: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
-    """What all ranks make of all headers: different calls first, then refusals, then the rest.
+    """Judge all headers, as every rank does: different calls first, then refusals, then the rest.
 
     Args:
         operation: Name of the method this rank is in.
@@ -276,15 +276,15 @@ def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | No
 
 def _disagreement(field: str, values: Sequence[int]) -> str:
     if field == "kind":
-        said = ", ".join(f"rank {r} calls {_kind_name(v)}" for r, v in enumerate(values))
-        return f"the ranks are in different calls: {said}"
+        calls = ", ".join(f"rank {r} calls {_kind_name(v)}" for r, v in enumerate(values))
+        return f"the ranks are in different calls: {calls}"
     shown = [_layout_name(v) if field == "layout" else str(v) for v in values]
     if field == "dtype":
         shown = [dtype_name(v) for v in values]
     if field == "birth":
         shown = [f"call {v}" for v in values]
-    said = ", ".join(f"rank {r}: {v}" for r, v in enumerate(shown))
-    return f"the ranks disagree on {_FIELD_NAMES[field]} ({said})"
+    values_of = ", ".join(f"rank {r}: {v}" for r, v in enumerate(shown))
+    return f"the ranks disagree on {_FIELD_NAMES[field]} ({values_of})"
 
 
 def _kind_name(value: int) -> str:

@@ -27,7 +27,7 @@ SCALE_GROUP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
-    """What the constructor was told; every size any plan is derived from.
+    """Sizes that the constructor was given; every other size is derived from them.
 
     Attributes:
         num_ranks: Ranks R of the communicator, 1 to ``MAX_RANKS``.
@@ -72,7 +72,7 @@ _BLOCK = 512
 _LIVE_DISPATCHES = 3
 """Worst-case receives that fit at once: two alive and one under way."""
 _LIVE_EXPANDED = 2
-"""The same of the expanded layout: one alive and one under way."""
+"""Worst-case receives of the expanded layout that fit at once: one alive, one under way."""
 _LIVE_HANDLES = 64
 """Handles that outlive their receives, one a layer."""
 _SLACK = 32 << 20

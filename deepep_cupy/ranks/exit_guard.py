@@ -58,7 +58,7 @@ _guards: list[ExitGuard] = []
 
 
 def _at_exit() -> None:
-    # Set by the interpreter when an exception that nobody caught ended the program.
+    # Set by the interpreter when an uncaught exception ended the program.
     uncaught = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     fatal = [guard for guard in _guards if guard.group.size > 1 and (guard.doomed or uncaught)]
     if not fatal:

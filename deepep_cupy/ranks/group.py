@@ -53,7 +53,7 @@ class Group(Protocol):
     rank: int
     size: int
     world_size: int
-    """Ranks of the whole program, whatever the communicator."""
+    """Ranks of the whole program, which may be more than those of this group."""
     node_size: int
     """Ranks of this group that share a node with this one."""
     host: str
@@ -76,7 +76,7 @@ class Group(Protocol):
         ...
 
     def take(self, peer: int, tag: int) -> Request | None:
-        """Start to receive a message of whatever size, to be thrown away; None: none is there."""
+        """Start to receive a message of any size and throw it away; None where there is none."""
         ...
 
     def keep(self, requests: list[Request]) -> None:

@@ -60,7 +60,7 @@ class MPIWindow:
         self._node = node
         mine = nbytes + PAGE if node.rank == 0 else 0
         self._window = MPI.Win.Allocate_shared(mine, 1, MPI.INFO_NULL, node)
-        # MPICH wants an epoch around accesses; nobody takes the lock, so that it costs nothing.
+        # MPICH wants an epoch around accesses. No rank takes another lock: it costs nothing.
         self._window.Lock_all(MPI.MODE_NOCHECK)
         whole: Any = self._window.Shared_query(0)[0]
         everything = np.asarray(whole, dtype=np.uint8)

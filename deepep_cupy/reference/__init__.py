@@ -22,8 +22,8 @@ and gets its own entry; nothing else differs. K, E, R, H and the row dtype are a
 here; a ``Buffer`` only bounds them (``K <= num_topk``, row bytes ``<= hidden * itemsize``,
 ``T <= num_max_tokens_per_rank``), so any smaller call is as good as the largest.
 
-All results are deterministic: the same input gives the same bits, whatever the engine, the
-number of blocks or the order in which ranks arrive.
+All results are deterministic: the same input gives the same bits, on any engine, with any
+number of blocks, in any order in which ranks arrive.
 
 A call that breaks a rule raises here ``ValueError``, and in the library ``ContractError`` (a
 ``ValueError`` too) **on every rank**; nothing has moved then, and the Buffer stays usable.

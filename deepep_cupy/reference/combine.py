@@ -85,7 +85,7 @@ def combine(
 
     Results are equal bit by bit, but for NaN: any NaN equals any NaN.
 
-    Weights are not multiplied into rows: whoever makes ``y`` has done that. ``topk_weights``
+    Weights are not multiplied into rows: the caller does that when making ``y``. ``topk_weights``
     travel beside the rows: ``combined_topk_weights[t]`` is the float32 sum of the rows'
     weights over the ranks the token was sent to, ascending, by rule 2 (DeepEP V1 sums, V2
     gathers; dispatch zeroes the columns of other ranks, so that after a plain round trip the two
@@ -110,7 +110,7 @@ def combine(
     In a layout of the worst case the rows behind the real ones are not read, and neither are
     rows that only fill up an expert's group.
 
-    FP8 rows, opaque bytes, booleans and complex numbers are refused: their sum has no one
+    FP8 rows, opaque bytes, booleans and complex numbers are refused: their sum has no single
     meaning.
 
     After a combine that ended without error no rank reads ``ys`` any more. After an operation
@@ -122,8 +122,8 @@ def combine(
         handles: Per rank the handle of one dispatch.
         topk_weights: Per rank ``[N, K]`` float32, K equal on all ranks, or expanded ``[rows]``;
             on all ranks or on none.
-        biases: Per rank zero to two arrays ``[T, H]`` of the dtype of the rows. They are that
-            rank's own affair: ranks may differ in how many they pass.
+        biases: Per rank zero to two arrays ``[T, H]`` of the dtype of the rows. Ranks
+            may differ in how many they pass.
         reduce: Of the expanded layout; without effect on any other.
         row_weights: Per rank ``[rows]`` float32; expanded layout alone.
 

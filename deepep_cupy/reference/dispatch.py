@@ -58,7 +58,7 @@ class DispatchResult:
             the counts. In a cached call: the given handle's list.
         handle: The routing. In a cached call: the given handle itself.
         defined: ``[rows]`` bool: rows of ``recv_x`` (and of expanded weights) whose content is
-            said. The others lie behind the real ones, or fill up an expert's rows.
+            specified. The others lie behind the real ones, or fill up an expert's rows.
     """
 
     recv_x: Rows
@@ -148,9 +148,9 @@ def dispatch(
         handles: Per rank the handle of one earlier dispatch.
         num_experts: E, a multiple of R; needed with ``topk_idx``.
         expert_alignment: Counts per expert are rounded up to a multiple of this, 1 or more. In a
-            cached call the handle's counts.
+            cached call that of the handle is used.
         num_worst_tokens: Per rank the most tokens it can receive. Not in a cached call.
-        do_expand: The expanded layout. In a cached call the handle's counts.
+        do_expand: The expanded layout. In a cached call the handle decides.
         do_zero_padding: Fill the expanded layout's padding with zeros.
         quantize: Cast rows of bfloat16, float16 or float32 to FP8.
         round_scale: Of ``reference.quantize``.

@@ -217,7 +217,7 @@ def expand(handle: Handle, local: Array) -> Handle:
 
     Args:
         handle: Of ``count_experts``.
-        local: As there.
+        local: ``[N, K]`` local expert numbers, -1 elsewhere.
     """
     counts = handle.num_unaligned_recv_tokens_per_expert
     inclusive = handle.psum_num_recv_tokens_per_expert
@@ -238,7 +238,7 @@ def expand(handle: Handle, local: Array) -> Handle:
 
 
 def pad(handle: Handle, num_worst_tokens: int, num_topk: int, num_local: int) -> Handle:
-    """Give a handle the shapes of the worst case: what no host has waited for."""
+    """Give a handle the shapes of the worst case, for a host that does not wait for counts."""
     tail = num_worst_tokens - handle.num_recv_tokens
     table, rows = handle.expanded_row, 0
     if table is not None:
@@ -257,7 +257,7 @@ def pad(handle: Handle, num_worst_tokens: int, num_topk: int, num_local: int) ->
 
 
 def move(arrays: Sequence[Array], handles: Sequence[Handle]) -> list[Array]:
-    """Carry one row per token to wherever the handles say, as bytes; real rows alone."""
+    """Carry one row per token to its receivers by the handles, as bytes; real rows alone."""
     dtype, width = arrays[0].dtype, arrays[0].shape[1]
     sent = [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
     received = []
@@ -311,7 +311,7 @@ def padding_rows(ends: Array, counts: Array, alignment: int) -> Array:
 
 
 def defined_rows(handle: Handle, *, zero_padding: bool) -> Array:
-    """``[num_rows]`` bool: rows of ``recv_x`` whose content is said."""
+    """``[num_rows]`` bool: rows of ``recv_x`` whose content is specified."""
     out = np.zeros(handle.num_rows, np.bool_)
     if handle.expanded_row is None:
         out[: handle.num_real_tokens] = True

@@ -1,4 +1,4 @@
-"""The cast to FP8: one scale per token and 128 channels, every bit of it said.
+"""The cast to FP8: one scale per token and 128 channels, specified to the bit.
 
 All arithmetic is float32 with round-to-nearest-even, no fused multiply-add, and subnormals kept;
 the one division is IEEE's. So any machine that follows these steps gets these bits.
@@ -48,7 +48,7 @@ def quantize(
        ``scale`` that of the bits ``(254 - b) << 23``, or 0 where b is 255.
     4. The code of an element is ``f(v) * scale``, rounded to float32, then rounded to
        float8_e4m3fn, to nearest even, where what lies beyond 448 becomes 448 with its sign. NaN
-       becomes the code 0x7F, whatever its sign.
+       of either sign becomes the code 0x7F.
     5. The scale that travels is ``scale_inv``: element ≈ code * scale_inv. With ``use_ue8m0`` it
        is the byte b, four to an int32, the first group in the lowest byte; missing groups of the
        last word are 0.

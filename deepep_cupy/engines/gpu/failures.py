@@ -118,7 +118,7 @@ class Report:
         """The first ``number`` counts of launch ``serial``, or None while some are missing."""
         if self._stamps[0] != serial:
             return None
-        # A word is written at once, and once a launch: first its stamp, then what it says.
+        # A word is written at once, and once a launch: first its stamp, then its value.
         if self._stamps[:number].tolist().count(serial) != number:
             return None
         counts: list[int] = self._numbers[:number].tolist()
@@ -176,7 +176,7 @@ class Report:
 
 
 class FailureMonitor:
-    """What the kernels of one Buffer have reported and nobody has raised yet.
+    """What the kernels of one Buffer have reported and no call has raised yet.
 
     Args:
         report: Where they write; an attribute too.

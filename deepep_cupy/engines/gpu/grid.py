@@ -10,7 +10,7 @@ from deepep_cupy.protocol.sizes import SCALE_GROUP
 __all__ = ["GridPlan", "access_bytes", "cast_chunks", "local_blocks", "num_slices"]
 
 DEFAULT_SHARE = 0.16
-"""Part of a GPU's SMs an operation takes unless told otherwise."""
+"""Part of a GPU's SMs an operation takes by default."""
 DISPATCH_TOKENS_PER_BLOCK = 8
 COMBINE_TOKENS_PER_BLOCK = 4
 """Fewer tokens than this for each block, and fewer blocks do as well."""
@@ -82,7 +82,7 @@ def local_blocks(grids: GridPlan, warps: int) -> int:
     """Blocks for so many warps with work.
 
     These kernels stand before and after the exchange, not in it, and want the whole bandwidth of
-    the memory: they take all SMs that belong to the rank, whatever ``num_sms`` says.
+    the memory: they take all SMs that belong to the rank, also with a smaller ``num_sms``.
     """
     share = max(1, grids.num_sms // grids.ranks_on_gpu)
     return max(1, min(share, -(-warps // _WARPS_PER_BLOCK)))

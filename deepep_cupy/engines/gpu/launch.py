@@ -65,7 +65,7 @@ class _Launch:
 
 
 class LocalLaunch(_Launch):
-    """A kernel that talks to nobody."""
+    """A kernel that neither reads, writes nor awaits another rank."""
 
     def __call__(self, stream: int) -> None:
         """Launch."""
@@ -85,7 +85,7 @@ class ReadyLaunch(_Launch):
         self._u32 = struct.Struct("<I")
 
     def refusal(self, kind: int, code: int, value: int) -> None:
-        """Say which operation this is, and why it is refused (0: it is not)."""
+        """Set which operation this is, and why it is refused (code 0: it is not)."""
         self._u32.pack_into(self._bytes, self._kind_at, kind)
         self._u32.pack_into(self._bytes, self._refusal_at, code)
         self._u32.pack_into(self._bytes, self._value_at, value & 0xFFFFFFFF)
@@ -137,10 +137,10 @@ class Kernels:
                 self._loaded[kernel.name] = (kernel, load(done.path, kernel.entry))
         except (CompileError, PlatformError) as error:
             trouble = str(error)
-        # One rank alone may fail (another NVRTC, a full disk): all raise, so that nobody waits.
-        for rank, said in enumerate(group.allgather(trouble)):
-            if said:
-                raise CompileError(f"rank {rank}: {said}")
+        # One rank alone may fail (another NVRTC, a full disk): all raise, so that no rank waits.
+        for rank, reason in enumerate(group.allgather(trouble)):
+            if reason:
+                raise CompileError(f"rank {rank}: {reason}")
         self._ready: dict[tuple[str, int], ReadyLaunch] = {}
         self._local: dict[tuple[str, int], LocalLaunch] = {}
         self._comm: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class Kernels:
         return ready
 
     def local(self, name: str, grid: int) -> LocalLaunch:
-        """The launch of a kernel that talks to nobody, on ``grid`` blocks, made on first use."""
+        """The launch of a kernel of this rank alone, on ``grid`` blocks, made on first use."""
         ready = self._local.get((name, grid))
         if ready is None:
             ready = self._local[name, grid] = LocalLaunch(*self._make(name, grid, {}))

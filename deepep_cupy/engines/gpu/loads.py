@@ -1,11 +1,11 @@
-"""Which load reads which memory on which GPU, why that is sound, and what a litmus test said of it.
+"""Which load reads which memory on which GPU, why that is sound, and what a litmus test found.
 
 Rows come from memory that another GPU, or an earlier kernel, has written. A load may answer from a
 line that L1 took before, unless something makes the line fresh: no line is ever taken
 (``L1::no_allocate``), an acquire on the same SM empties L1, a kernel begins, or the copy engine
-reads, which does not look into L1. ``ACCESSES`` says for each kind of access which load is used
-and what it relies on; ``ptx/README.md`` argues it; ``python -m deepep_cupy litmus`` tests it on
-the GPU at hand and leaves a verdict in the cache folder, which ``resolve`` reads.
+reads, which does not look into L1. ``ACCESSES`` lists for each kind of access the load that is
+used and what it relies on; ``ptx/README.md`` argues it; ``python -m deepep_cupy litmus`` tests it
+on the GPU at hand and leaves a verdict in the cache folder, which ``resolve`` reads.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ ACCESSES = (
     Access("bulk load of local rows", "bulk_load", 16, "boundary", _BULK, _BULK, 90),
     Access("bulk load of peers' rows", "bulk_load", 16, "reader", _FENCED_BULK, _FENCED_BULK, 90),
 )
-"""All reads of rows. Those of 2 and 1 bytes are as those of 4."""
+"""All reads of rows. What is listed for 4 bytes holds for 2 and 1 as well."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ NC_ARCHITECTURES: Mapping[int, str] = {
 # ------------------------------------------------------------------------------------- readings
 
 LEAST_CHECKS = 1_000_000
-"""A reading of fewer checks says nothing for a load, only against it."""
+"""A reading of fewer checks may count against a load, never for it."""
 
 _FILLS_L1 = (_WEAK, "ld.global.ca", "ld.global.nc", "ld.global.nc.L1::evict_last")
 _FORMAT = 1
@@ -274,7 +274,7 @@ class Verdict:
             yield "block", "local", protocol
 
     def _no_teeth(self) -> Iterator[str]:
-        """Where a load that fills L1 was never stale, a load that was not proves nothing."""
+        """Situations that prove no load: even one that fills L1 was never stale there."""
         for producer in ("peer", "kernel", "block")[self.num_gpus < 2 :]:
             if not any(
                 reading.bad
@@ -313,7 +313,7 @@ def _word(text: str) -> str:
 
 
 def find_verdicts(gpu: str, driver: str, folder: Path | None = None) -> Sequence[Verdict]:
-    """Return what is known of a GPU model with a driver; a damaged file says nothing."""
+    """Return what is known of a GPU model with a driver; damaged files are left out."""
     found = []
     for num_gpus in (2, 1):
         verdict = _read(verdict_path(gpu, driver, num_gpus, folder))
@@ -404,10 +404,10 @@ _KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def driver_name(cuda_version: int) -> str:
-    """Return what tells drivers apart: the kernel module's version, else the CUDA version.
+    """Return the driver's name in verdicts: the version of its kernel module, else that of CUDA.
 
     Args:
-        cuda_version: As ``cudaDriverGetVersion`` has it, 13000 for 13.0.
+        cuda_version: As ``cudaDriverGetVersion`` returns it, 13000 for 13.0.
     """
     try:
         found = re.search(r"\d+\.\d+(?:\.\d+)?", _KERNEL_DRIVER.read_text().splitlines()[0])

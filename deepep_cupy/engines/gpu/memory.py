@@ -19,7 +19,7 @@ _FIRST_EPOCH = 1
 
 
 class SymmetricMemory:
-    """The constructor is collective.
+    """Memory of this rank that all ranks have mapped. The constructor is collective.
 
     Args:
         group: The ranks.
@@ -30,7 +30,7 @@ class SymmetricMemory:
     Attributes:
         control: Layout of the control block.
         region: The memory of all ranks.
-        events: CuPy's side of the pool.
+        events: The pool's CUDA events, made by CuPy.
         pool: Blocks behind the control block; offsets are those of the region.
         arrays: Arrays over blocks.
     """
@@ -62,8 +62,8 @@ class SymmetricMemory:
         return int(word[0])
 
     def start_over(self, epochs: NDArray[np.int64]) -> None:
-        """Zero the control block and go on behind all ranks' epochs. No kernel may be running on
-        any rank, and none may start before all ranks have done this."""
+        """Zero the control block, and go on with an epoch later than any rank's. No kernel may be
+        running on any rank, and none may start before all ranks have done this."""
         self._runtime.memset(self.region.base, 0, self.control.nbytes)
         self._runtime.deviceSynchronize()
         self._write_epoch(epoch_after(epochs))

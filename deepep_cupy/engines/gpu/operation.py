@@ -92,8 +92,8 @@ class DeviceOrder:
         self._end = events.record(stream)
 
     def enter_captured(self, stream: Stream, events: CupyEvents, capture: int) -> None:
-        """Make ``stream``, which is being captured, wait for the last operation of that graph. How
-        a graph stands to what is launched outside of it is its user's to say, by the stream."""
+        """Make ``stream``, which is being captured, wait for the last operation of that graph. Its
+        user orders a graph and launches outside of it, by the stream the graph is launched on."""
         if self._captured is not None:
             number, last = self._captured
             if number == capture and last.ptr != stream.ptr:
@@ -116,7 +116,7 @@ class Retention:
 
     Attributes:
         kept: Events, and what is kept until they are over.
-        returned: Borrowed memory that nobody refers to any more, and the streams that used it.
+        returned: Borrowed memory that has no reference left, and the streams that used it.
     """
 
     def __init__(self, events: CupyEvents, device: int) -> None:
@@ -317,8 +317,8 @@ class GpuEvent:
 class Operation:
     """One operation's place on the GPU: on the current stream, or on the communication stream.
 
-    A context manager (see the top of this file). The engine has one for calls that say nothing
-    about streams, and uses it again and again.
+    A context manager (see the top of this file). The engine has one for calls without stream
+    arguments, and uses it again and again.
 
     Args:
         queue: The engine's.
@@ -564,11 +564,11 @@ class Operation:
     # --------------------------------------------------------------------------------- waits
 
     def wait_counts(self, number: int, blocks: list[Block]) -> list[int]:
-        """Wait until the operation, which is launched, has told its counts.
+        """Wait until the operation, which is launched, has reported its counts.
 
         The stream may be busy for long with what was queued before, so that the wait ends when
         the stream does. Where that fails, the blocks are given back, whoever owns them: when it
-        is known that nobody writes into them any more.
+        is known that no rank writes into them any more.
         """
         queue, serial = self._queue, self.serial
         events, failures = queue.events, queue.failures

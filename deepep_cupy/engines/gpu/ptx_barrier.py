@@ -2,7 +2,7 @@
 
 ``ptx/peer_barrier.sm_80.ptx`` serves any number of ranks: what the CUDA text has as constants of
 its prelude are parameters there, under the same names (``kWordKind`` is ``word_kind``). Its values
-are taken from the very mapping the twin is compiled with.
+are taken from the mapping that the twin is compiled with.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["PtxBarrier", "ptx_barrier_values"]
 _NAME = "peer_barrier"
 _MAX_RANKS = 8
 _MAX_HEADER_WORDS = 32
-"""Of the module: a warp for each rank, a lane for each word."""
+"""Threads of a block: a warp for each rank, a lane for each word."""
 
 
 class PtxBarrier:
-    """The barrier of one Buffer; where ``launches.ReadyLaunch`` of ``barrier`` stands, it may too.
+    """The barrier of one Buffer; it is called as ``launch.ReadyLaunch`` of ``barrier`` is.
 
     Args:
         constants: What the Buffer's kernels are compiled with.
@@ -57,7 +57,7 @@ class PtxBarrier:
         self._refusal, self._refusal_value = slot("refusal"), slot("refusal_value")
 
     def refusal(self, kind: int, code: int, value: int) -> None:
-        """Say which operation this is, and why it is refused (0: it is not)."""
+        """Set which operation this is, and why it is refused (code 0: it is not)."""
         self._kind[0] = kind
         self._refusal[0] = code
         self._refusal_value[0] = value & 0xFFFFFFFF

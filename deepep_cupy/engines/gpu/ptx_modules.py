@@ -1,8 +1,8 @@
 """The hand-written PTX modules of ``ptx/``: their manifest, their text, and loading them.
 
-A module is a whole ``.ptx`` file that the driver translates for the GPU at hand. The manifest says
+A module is a whole ``.ptx`` file that the driver translates for the GPU at hand. The manifest lists
 what each entry takes, so that it can be launched with the same checks as a compiled kernel, and a
-lint compares the manifest with the text both ways. ``ptx/README.md`` says how a module is written.
+lint compares the manifest with the text both ways. ``ptx/README.md`` explains how to write one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 HEADINGS = ("purpose", "signature", "launch", "registers", "ordering", "twin")
-"""What the header block of a module must say, each as ``// word: ...``."""
+"""What the header block of a module must explain, each as ``// word: ...``."""
 
 _MODULE_KEYS = {"file", "target", "ptx_version", "min_cc", "twin", "doc", "entry"}
 _ENTRY_KEYS = {"name", "max_threads", "static_smem", "params", "constants"}
@@ -73,7 +73,7 @@ class PtxEntry:
     Attributes:
         name: Of the ``.visible .entry``.
         params: In order.
-        max_threads: Most threads a block, as ``.maxntid`` or ``.reqntid`` says.
+        max_threads: Most threads a block, of ``.maxntid`` or ``.reqntid``.
         static_smem: Bytes of static shared memory a block.
         constants: What the twin's constants are in this text, e.g. ``{"kNumRanks": 8}``.
         twin: The kernel that does the same.
@@ -234,7 +234,7 @@ def load_entry(module: PtxModule, entry: str) -> tuple[Loaded, PtxEntry]:
 
 
 def parse_ptx(text: str) -> PtxText:
-    """Read the directives of a PTX text that a manifest speaks of."""
+    """Read the directives of a PTX text that a manifest lists."""
     header = re.match(r"(?:[ \t]*//[^\n]*\n|[ \t]*\n)*", text)
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
@@ -306,7 +306,7 @@ def assemble(path: Path, target: str) -> list[str]:
     """Assemble a module with ``ptxas`` for its target, and for newer ones where it may run there.
 
     Returns:
-        What ``ptxas`` said against it, nothing if all is well.
+        The complaints of ``ptxas``; none if all is well.
 
     Raises:
         PlatformError: There is no ``ptxas``.

@@ -1,8 +1,8 @@
 """Which GPU each rank uses, what it can do, and whether all ranks can run the CUDA engine.
 
 ``survey`` looks at this rank's GPU and tells the others; the ``Topology`` that comes of it is the
-same on every rank, so that every rank reaches the same verdict with the same words. GPUs are told
-apart by UUID: each rank may see only its own, under whatever number.
+same on every rank, so that every rank reaches the same verdict with the same words. GPUs are
+identified by UUID: a rank may see only its own, and ranks may number them differently.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def survey(group: Group, device: int | None = None, *, local_rank: int | None = 
     mine = Gpu(group.rank, group.host)
     try:
         mine = _look(mine, device, group.rank if local_rank is None else local_rank)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait to hear of it
+    except Exception as error:  # noqa: BLE001 - after any error at all the peers must hear of it
         mine = replace(mine, objection=_say(error))
     return Topology(tuple(group.allgather(mine)))
 

@@ -434,7 +434,7 @@ class HostEngine:
         if collective:
             self._settle("close")
             # A second time: a rank that gave up in the first barrier is not in this one, so
-            # that nobody goes on alone to what may block.
+            # that no rank goes on alone to what may block.
             self._rendezvous.barrier("close")
         else:
             self._wire.abandon()

@@ -71,7 +71,7 @@ class Wire:
 
         Args:
             operation: Method name, for messages.
-            sent_to_me: ``[R]`` what each rank's ``sent`` says about this rank.
+            sent_to_me: ``[R]`` what each rank's ``sent`` holds for this rank.
             generation: The new one, the same on every rank.
         """
         missing = sent_to_me - self._num_received
