@@ -548,6 +548,27 @@ class Buffer:
         self._life.must_not_be_closed("empty")
         return self._engine.empty(shape, dtype)
 
+    def peer_pointers(self) -> tuple[int, ...]:
+        """Addresses of all ranks' regions of GPU memory, for kernels of your own.
+
+        One address a rank, this rank's own included, as this process and its GPU see them; ``()``
+        on the host engine, where no rank sees another's memory. They hold until ``close``, also
+        over ``reset``. A kernel may touch through them bytes of arrays from ``empty`` alone, while
+        their owner holds them: byte i of a rank's array ``a`` lies ``a.data.ptr -
+        peer_pointers()[rank] + i`` behind that rank's address, a number that ranks tell each other
+        by MPI. All other bytes are the Buffer's. Before a peer first touches a new array, its
+        owner synchronises the current stream and the ranks meet: what used the memory before may
+        still be running. Order between the ranks' kernels is then yours to make: the page
+        ``examples/own_kernel.md`` and example 07 show how.
+
+        Collective: no.  Stream: none.  Host sync: no.
+
+        Raises:
+            StateError: The Buffer is closed.
+        """
+        self._life.must_not_be_closed("peer_pointers")
+        return self._engine.peer_pointers()
+
     def check(self) -> None:
         """Raise what finished operations, or other ranks, have left to be reported.
 

@@ -175,6 +175,10 @@ class Engine(Protocol):
         """Local. Uninitialised memory from which combine needs no copy."""
         ...
 
+    def peer_pointers(self) -> tuple[int, ...]:
+        """Local. Addresses of all ranks' regions in this process; empty where there are none."""
+        ...
+
     def check(self) -> None:
         """Local. Raise what a finished operation has left to be reported, if anything."""
         ...

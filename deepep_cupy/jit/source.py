@@ -16,6 +16,7 @@ any other include, or one in ``#if``   refused
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from deepep_cupy._version import __version__
 from deepep_cupy.errors import CompileError
 from deepep_cupy.jit.spec import KernelSpec
 
-__all__ = ["PRELUDE", "flatten", "generate", "locate", "prelude"]
+__all__ = ["PRELUDE", "flatten", "generate", "include_options", "locate", "prelude"]
 
 PRELUDE = "generated/prelude.cuh"
 """The include that stands for the generated text."""
@@ -53,6 +54,15 @@ def generate(spec: KernelSpec, constants: Mapping[str, int], *, search: Sequence
     """
     title = f"// deepep_cupy {__version__}, kernel {spec.name}, entry {spec.entry}\n"
     return title + flatten(spec.source, search=search, generated=prelude(spec, constants))
+
+
+def include_options() -> tuple[str, ...]:
+    """Return the options with which a text of somebody else finds the files of ``cuda/asm``."""
+    folder = kernel_dir()
+    digest = hashlib.sha256()
+    for path in sorted((folder / "asm").glob("*.cuh")):
+        digest.update(path.read_bytes())
+    return (f"-I{folder}", f"-DDEEPEP_CUPY_ASM=0x{digest.hexdigest()[:8]}")
 
 
 def prelude(spec: KernelSpec, constants: Mapping[str, int]) -> str:

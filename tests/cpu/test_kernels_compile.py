@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
 from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source, list_kernels
 from deepep_cupy.errors import CompileError, ContractError, PlatformError
 from deepep_cupy.jit import compile as compile_module
+from deepep_cupy.jit import source
 from deepep_cupy.jit.compile import (
     Target,
     compile_text,
@@ -214,6 +216,32 @@ def test_options_for_nvrtc_and_for_rawmodule():
     assert "-arch=sm_90" in kernel_options(name, 90)
     plain = kernel_options(name)
     assert not [option for option in plain if "arch" in option or "ftz" in option]
+
+
+def test_options_for_a_kernel_of_your_own_find_the_wrappers():
+    for arch in (None, "sm_90"):
+        include, digest = kernel_options(arch=arch)[-2:]
+        assert (*kernel_options(list_kernels()[0].name, arch), include, digest) == (
+            kernel_options(arch=arch)
+        )
+        assert Path(include.removeprefix("-I"), "asm", "memory.cuh").is_file()
+        assert re.fullmatch(r"-DDEEPEP_CUPY_ASM=0x[0-9a-f]{8}", digest)
+    text = '#include "asm/memory.cuh"\nextern "C" __global__ void own(u32* p) { st_u32(p, 1u); }'
+    options = kernel_options(arch="sm_80")
+    made = compile_text(text, name="own", entry="own", target=Target(80), options=options)
+    assert "st.global.u32" in made.ptx
+    with pytest.raises(CompileError, match="open source file"):
+        compile_text(text, name="own", entry="own", target=Target(80), options=options[:-2])
+
+
+def test_the_digest_of_the_wrappers_changes_with_them(tmp_path, monkeypatch):
+    (tmp_path / "asm").mkdir()
+    monkeypatch.setattr(source, "kernel_dir", lambda: tmp_path)
+    digests = set()
+    for text in ("a", "b"):
+        (tmp_path / "asm" / "memory.cuh").write_text(text)
+        digests.add(source.include_options()[1])
+    assert len(digests) == 2
 
 
 @pytest.mark.slow

@@ -281,7 +281,10 @@ def sanitizer(_: Plan) -> list[Job]:
 
 def examples(_: Plan) -> list[Job]:
     """All examples, on GPUs; and the one that needs none."""
-    names = ("01_hello_roundtrip", "02_moe_layer", "03_train_digits", "04_particles", "06_overlap")
+    names = (
+        *("01_hello_roundtrip", "02_moe_layer", "03_train_digits", "04_particles", "06_overlap"),
+        "07_own_kernel",
+    )
     engine, good = (r"engine: cuda",), r"\bOK: .*"
     jobs = [
         Job(f"examples {name}", 2, (f"examples/{name}.py",), 120, ok=good, also=engine)

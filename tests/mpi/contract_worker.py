@@ -491,6 +491,7 @@ def life(comm):
     buffer.reset()  # harmless
     trip.combine(buffer, handle)
     assert buffer.empty((2, 3), "f4").shape == (2, 3)
+    assert buffer.peer_pointers() == ()  # no rank sees another's memory here
     buffer.close()
     buffer.close()
     buffer.destroy()
@@ -501,6 +502,7 @@ def life(comm):
         buffer.reset,
         buffer.check,
         lambda: buffer.empty((1,), "f4"),
+        buffer.peer_pointers,
         lambda: buffer.get_dispatch_layout(trip.idx[comm.rank]),
     ):
         with raises(StateError, "closed"):

@@ -175,6 +175,10 @@ class CudaEngine:
             array: DeviceArray = self._runtime.arrays.empty(tuple(shape), dtype, stream, "empty()")
             return array
 
+    def peer_pointers(self) -> tuple[int, ...]:
+        """See ``Engine.peer_pointers``."""
+        return tuple(self._runtime.memory.region.peer_base)
+
     def get_dispatch_layout(self, topk_idx: Any, num_experts: int) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
         cupy, ranks = self._cupy, self._spec.num_ranks

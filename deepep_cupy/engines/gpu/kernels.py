@@ -14,7 +14,7 @@ from deepep_cupy.engines.gpu.quantize import QUANTIZE
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.build import Request, build, open_cache
 from deepep_cupy.jit.compile import nvrtc_options, parse_arch, parse_target, rawmodule_options
-from deepep_cupy.jit.source import generate
+from deepep_cupy.jit.source import generate, include_options
 from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants, shared_memory_limit
 from deepep_cupy.protocol.sizes import MAX_RANKS
@@ -256,11 +256,14 @@ def kernel_source(name: str, arch: str | int = "sm_90", **shape: Any) -> str:
     return generate(get_kernel(name), shape_constants(arch, **shape))
 
 
-def kernel_options(name: str, arch: str | int | None = None) -> tuple[str, ...]:
-    """Return the compiler options of a kernel.
+def kernel_options(name: str | None = None, arch: str | int | None = None) -> tuple[str, ...]:
+    """Return the compiler options of a kernel, of this package or of your own.
 
     Args:
-        name: A name from ``list_kernels()``.
+        name: A name from ``list_kernels()``. ``None`` for a kernel of your own that includes this
+            package's building blocks (``#include "asm/memory.cuh"``): the options then name the
+            folder of include files too, and a digest of them, so that a compiler's cache
+            notices when they change.
         arch: For these options to NVRTC itself. ``None`` for the options to give to
             ``cupy.RawModule(code=..., options=...)``, which sets the architecture by itself and
             ``-ftz=true`` too: float32 subnormals are then flushed to zero, which ours never are.
@@ -268,8 +271,11 @@ def kernel_options(name: str, arch: str | int | None = None) -> tuple[str, ...]:
     Raises:
         ContractError: There is no such kernel.
     """
+    options = rawmodule_options() if arch is None else nvrtc_options(parse_target(arch))
+    if name is None:
+        return (*options, *include_options())
     get_kernel(name)
-    return rawmodule_options() if arch is None else nvrtc_options(parse_target(arch))
+    return options
 
 
 def kernel_ptx(name: str, arch: str | int, **shape: Any) -> str:

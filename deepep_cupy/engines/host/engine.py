@@ -154,6 +154,10 @@ class HostEngine:
         """See ``Engine.empty``: any memory will do here."""
         return np.empty(tuple(shape), dtype)
 
+    def peer_pointers(self) -> tuple[int, ...]:
+        """See ``Engine.peer_pointers``: rows travel in messages, no rank sees another's memory."""
+        return ()
+
     def check(self) -> None:
         """See ``Engine.check``: nothing is left over, but another rank may have given up."""
         self._rendezvous.watch("check")
