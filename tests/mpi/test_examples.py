@@ -26,6 +26,7 @@ DIGITS = FOLDER / "03_train_digits.py"
 PARTICLES = FOLDER / "04_particles.py"
 PTX = FOLDER / "05_read_the_ptx.py"
 OVERLAP = FOLDER / "06_overlap.py"
+OWN = FOLDER / "07_own_kernel.py"
 ALL = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 WITH_FAULT = Path(__file__).with_name("with_fault.py")
 NUM_EXPERTS_OF_DIGITS = 8
@@ -159,25 +160,33 @@ def test_an_error_on_one_rank_ends_all():
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None, reason="needs NVRTC through CuPy: no cupy"
 )
-DELETE_A_WAIT = """
-import re, runpy, sys
+CHANGE_THE_PTX = """
+import dataclasses, re, runpy, sys
 import deepep_cupy
-real = deepep_cupy.kernel_ptx
-deepep_cupy.kernel_ptx = lambda *a, **k: re.sub(r"cp.async.bulk.wait_group +0;", "", real(*a, **k))
-sys.argv = sys.argv[1:]
+from deepep_cupy.jit import compile as compiling
+wrong, right, where = sys.argv[1:4]
+sys.argv = sys.argv[4:]
+change = lambda ptx: re.sub(wrong, right, ptx)
+ptx, text = deepep_cupy.kernel_ptx, compiling.compile_text
+if where == "kernels":
+    deepep_cupy.kernel_ptx = lambda *a, **k: change(ptx(*a, **k))
+else:
+    made = lambda *a, **k: (one := text(*a, **k), dataclasses.replace(one, ptx=change(one.ptx)))[1]
+    compiling.compile_text = made
+sys.path.insert(0, re.sub("/[^/]*$", "", sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_alone(*words):
-    return run_program([sys.executable, *map(str, words)])
+def run_alone(*words, **variables):
+    return run_program([sys.executable, *map(str, words)], **variables)
 
 
-def run_program(words):
+def run_program(words, **variables):
     return subprocess.run(
         words,
         cwd=ROOT,
-        env=env.child_environment({}, ROOT),
+        env=env.child_environment(variables, ROOT),
         capture_output=True,
         text=True,
         timeout=120,
@@ -186,29 +195,112 @@ def run_program(words):
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_the_ptx_is_shown_and_explained(arch):
-    child = run_alone(PTX, "--arch", arch, "--ranks", "4")
-    assert child.returncode == 0, child.stdout + child.stderr
+@pytest.mark.parametrize(
+    ("arch", "loads", "variable"),
+    [("sm_80", "coherent", None), ("sm_90", "nc", "coherent"), ("sm_90", None, "nc")],
+)
+def test_the_ptx_is_shown_and_explained(arch, loads, variable):
+    chosen = ("--loads", loads) if loads else ()
+    child = run_alone(PTX, "--arch", arch, "--ranks", "4", *chosen, DEEPEP_CUPY_LOADS=variable)
+    said = child.stdout
+    assert child.returncode == 0, said + child.stderr
     kernel = "dispatch" if arch == "sm_80" else "dispatch_bulk"
-    assert child.stdout.splitlines()[-1] == f"OK: the rows of {kernel} move as part 3 says"
-    assert f"KERNEL {kernel}(" in child.stdout
-    assert f".visible .entry {kernel}(" in child.stdout
+    assert said.splitlines()[-1] == (
+        f"OK: the three lessons, combine and {kernel} have the instructions they are said to have"
+    )
+    for shown in ("ld_relaxed_sys_v4(row", "ld.relaxed.sys.global.v4.u32 {", "Strong load at"):
+        assert shown in said
+    assert ("Lesson 3 is left out" in said) == (arch == "sm_80")
+    assert ("fence.proxy.async.global\n" in said) == (arch == "sm_90")
+    nc = "nc" in (loads or variable)
+    assert f"The real combine, {'nc' if nc else 'coherent'} loads" in said
+    assert ("non-coherent loads: none" in said) != nc
+    assert ("non-coherent loads: ld.global.nc.L1::no_allocate" in said) == nc
 
 
 @needs_compiler
 def test_all_of_the_text_and_the_ptx():
     child = run_alone(PTX, "--full")
     assert child.returncode == 0, child.stderr
-    assert "#line" in child.stdout
-    assert ".target sm_90" in child.stdout
+    for shown in ("#line", ".target sm_90", "KERNEL combine(", ".visible .entry dispatch_bulk("):
+        assert shown in child.stdout
 
 
 @needs_compiler
-def test_a_missing_instruction_is_noticed():
-    child = run_alone("-c", DELETE_A_WAIT, PTX)
+@pytest.mark.parametrize(
+    ("where", "wrong", "right", "said"),
+    [
+        ("kernels", "cp.async.bulk.wait_group +0;", "", "dispatch_bulk lacks cp.async.bulk.wait"),
+        ("kernels", r"ld\.acquire\.sys", "ld.relaxed.sys", "combine lacks ld.acquire.sys.global"),
+        ("kernels", r"ld\.global\.u32", "ld.global.nc.u32", "combine has ld.global.nc.u32"),
+        ("lessons", r"fence\.proxy\.async\.global;", "", "3_bulk_copy lacks fence.proxy.async"),
+        (
+            "lessons",
+            "nc.L1::no_allocate",
+            "nc",
+            "2_non_coherent lacks ld.global.nc.L1::no_allocate",
+        ),
+    ],
+)
+def test_a_missing_or_a_wrong_instruction_is_noticed(where, wrong, right, said):
+    child = run_alone("-c", CHANGE_THE_PTX, wrong, right, where, PTX, "--ranks", "2")
     assert child.returncode == 1, child.stderr
-    assert child.stdout.splitlines()[-1].startswith("WRONG: "), child.stdout
+    last = child.stdout.splitlines()[-1]
+    assert last.startswith("WRONG: "), child.stdout
+    assert said in last
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", "0"), "--ranks must be 1 to 8, got 0"),
+        (("--ranks", "9"), "--ranks must be 1 to 8, got 9"),
+        (("--hidden", "0"), "--hidden must be 1 to 1048576, got 0"),
+        (("--arch", "hopper"), "arch must look like 'sm_90'"),
+    ],
+)
+def test_a_bad_option_is_told_in_a_sentence(options, said):
+    child = run_alone(PTX, *options)
+    assert child.returncode != 0
+    assert child.stderr.startswith("error: ")
+    assert said in child.stderr
+    assert len(child.stderr.splitlines()) == 1
+
+
+def test_lessons_are_short():
+    lessons = sorted((FOLDER / "lessons").glob("*.cu"))
+    assert len(lessons) == 3
+    for text in (*lessons, FOLDER / "own_kernel.cu"):
+        assert len(text.read_text().splitlines()) <= 60
+
+
+@needs_compiler
+def test_own_kernel():
+    run = run_ranks(OWN, 2)
+    assert_says_ok(run)
+    if "engine: host" in run.outputs[0]:
+        assert "so own_kernel.cu was compiled for sm_90" in run.outputs[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_texts_of_the_examples_compile_with_the_options_for_own_kernels(arch):
+    from deepep_cupy import kernel_options
+    from deepep_cupy.jit.compile import compile_text, parse_target
+
+    for path in (FOLDER / "own_kernel.cu", *sorted((FOLDER / "lessons").glob("*.cu"))):
+        if "bulk" in path.name and arch == "sm_80":
+            continue
+        made = compile_text(
+            path.read_text(),
+            name=path.stem,
+            entry="take_rows" if path.stem == "own_kernel" else "lesson",
+            target=parse_target(arch),
+            options=kernel_options(arch=arch),
+        )
+        assert made.resources.spill_bytes == 0
+        assert made.resources.registers > 0
 
 
 # ----------------------------------------------------------------------------- what a reader sees
