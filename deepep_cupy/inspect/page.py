@@ -21,8 +21,6 @@ from deepep_cupy.jit.source import PRELUDE
 
 __all__ = ["document", "facts_of", "index_page", "kernel_page"]
 
-_OPEN_GROUPS = 3
-"""A line of memory instructions that was inlined at no more places than this is shown unfolded."""
 _MOST_CHIPS = 8
 _MOST_REASON = 420
 
@@ -329,14 +327,22 @@ def _chips(below: Counter[tuple[str, str, Place]]) -> str:
 
 
 def _groups(own: Mapping[Chain, Group], listing: Listing) -> str:
+    """All that a line became; of memory instructions the first place is shown unfolded."""
+    first, *rest = own.values()
     memory = any(kind_of(op) for group in own.values() for op in group.ptx)
-    shown = " open" if memory and len(own) <= _OPEN_GROUPS else ""
-    ptx = sum(len(group.ptx) for group in own.values())
-    sass = sum(len(group.sass) for group in own.values())
-    counts = f"{ptx} PTX" + (f", {sass} SASS" if listing.sass else "")
-    where = f"inlined at {len(own)} places: " if len(own) > 1 else ""
-    body = "".join(_group(group, listing) for group in own.values())
-    return f"<details{shown}><summary>{where}{counts}</summary>{body}</details>"
+    body = _group(first, listing)
+    if rest:
+        others = "".join(_group(group, listing) for group in rest)
+        where = f"and at {len(rest)} other place{'s' if len(rest) > 1 else ''}"
+        body += f"<details><summary>{where}: {_counts(rest, listing)}</summary>{others}</details>"
+    shown = " open" if memory else ""
+    return f"<details{shown}><summary>{_counts([first], listing)}</summary>{body}</details>"
+
+
+def _counts(groups: Sequence[Group], listing: Listing) -> str:
+    ptx = sum(len(group.ptx) for group in groups)
+    sass = sum(len(group.sass) for group in groups)
+    return f"{ptx} PTX" + (f", {sass} SASS" if listing.sass else "")
 
 
 def _group(group: Group, listing: Listing) -> str:

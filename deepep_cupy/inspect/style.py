@@ -52,7 +52,7 @@ border-top:1px solid #f1f1f1}
 .src>a{color:#999;text-align:right;padding-right:.8em;font-size:12px}
 .src>code{white-space:pre-wrap;overflow-wrap:anywhere}
 .chips{grid-column:2;font-size:11px}.chips a{margin:1px 4px 1px 0;border-width:0 0 0 4px}
-.out{font-size:12px}.out>details>summary{color:var(--grey)}
+.out{font-size:12px}.out summary{color:var(--grey)}
 .two{display:grid;grid-template-columns:minmax(0,1fr) minmax(0,1fr);gap:.8em;margin:.15em 0 .4em}
 .two pre:only-child{grid-column:1/3}
 .two pre{max-height:20em;overflow:auto}.two b{font-weight:600}
