@@ -42,6 +42,8 @@ from deepep_cupy.protocol.headers import (
     describe_refusal,
 )
 from deepep_cupy.protocol.sizes import BufferSpec, num_scales
+from deepep_cupy.reference.combine import ADDABLE
+from deepep_cupy.reference.quant import QUANTIZABLE
 
 __all__ = ["ArrayImporter", "Checker"]
 
@@ -52,9 +54,8 @@ _Dtypes: TypeAlias = tuple[np.dtype[Any], ...] | None
 """Those that are right; None: any."""
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
-_SUMMABLE = tuple(name for name in DTYPE_CODES if name not in _FP8)
 _SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
-_QUANTIZABLE = ("bfloat16", "float16", "float32")
+_QUANTIZABLE = tuple(dtype.name for dtype in QUANTIZABLE)
 _FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
 _SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
 _REDUCES: tuple[Reduce, ...] = ("exact", "per_rank")
@@ -520,12 +521,12 @@ class Checker:
                 f"{len(rows)}",
             )
         dtype = np.dtype(rows.dtype)
-        if not (dtype.isnative and dtype.name in _SUMMABLE):
+        if not (dtype.isnative and dtype.name in ADDABLE):
             why = " (FP8 rows cannot be added exactly: combine a wider type)"
             self.refuse(
                 "combine",
                 "x",
-                f"must have a dtype that can be added ({', '.join(_SUMMABLE)}), got {dtype}"
+                f"must have a dtype that can be added ({', '.join(ADDABLE)}), got {dtype}"
                 f"{why if dtype.name in _FP8 else ''}",
             )
         shape = {"num_rows": len(rows)}

@@ -17,6 +17,7 @@ import numpy as np
 from deepep_cupy.bench.rows import WrongResultError
 from deepep_cupy.bench.traffic import Traffic
 from deepep_cupy.errors import CompileError, PlatformError
+from deepep_cupy.protocol.control_block import align
 
 __all__ = ["BoxLayout", "Ceiling", "CeilingKernel", "spread"]
 
@@ -179,9 +180,7 @@ class Ceiling:
     ) -> None:
         self._comm, self._buffer, rank = comm, buffer, comm.rank
         self._rank = rank
-        self._boxes = boxes = BoxLayout(
-            traffic.over_links(), -(-row_bytes // _ROW_UNIT) * _ROW_UNIT
-        )
+        self._boxes = boxes = BoxLayout(traffic.over_links(), align(row_bytes, _ROW_UNIT))
         received = sum(line[rank] for line in traffic.rows)
         self._local_rows = max(1, min(received, _MOST_LOCAL_ROWS))
         out_rows = max(sum(boxes.sent(rank)), self._local_rows)

@@ -19,6 +19,7 @@ from deepep_cupy.bench.timing import BUSY_FLUSHES, CudaTimer, slowest
 from deepep_cupy.engines.gpu.ptx_modules import PtxEntry, get_module, load_entry
 from deepep_cupy.jit.launch import Driver, Launch, Launchable
 from deepep_cupy.memory.cuda_ipc import open_region
+from deepep_cupy.protocol.control_block import align
 
 __all__ = [
     "CLASSES",
@@ -141,7 +142,7 @@ class Copies:
     ) -> None:
         import cupy
 
-        self.nbytes = -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
+        self.nbytes = align(nbytes, CHUNK_BYTES)
         self._cupy: Any = cupy
         self._group, self._device, self._driver = group, device, driver
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -269,7 +270,7 @@ class Whole:
         self._allgather = allgather
         bf16 = np.dtype(ml_dtypes.bfloat16)
         size, topk = comm.size, 8
-        experts = -(-256 // size) * size
+        experts = align(256, size)
         rng = np.random.default_rng([11, comm.rank])
         choice = np.argpartition(rng.random((tokens, experts)), topk, axis=1)[:, :topk]
         self._topk_idx: Any = cupy.asarray(np.ascontiguousarray(choice.astype(np.int64)))

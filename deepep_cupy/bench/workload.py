@@ -27,6 +27,7 @@ from deepep_cupy.bench.rows import (
     wrong_sums,
 )
 from deepep_cupy.bench.traffic import Traffic, choices_per_rank, row_bytes, rows_per_rank
+from deepep_cupy.protocol.control_block import align
 from deepep_cupy.reference.quant import num_groups, quantize
 
 __all__ = ["Bench", "Ranks", "Shape", "Workload", "graph_calls"]
@@ -76,7 +77,7 @@ class Shape:
 
     def experts_of(self, num_ranks: int) -> int:
         """E for that many ranks."""
-        return -(-self.num_experts // num_ranks) * num_ranks
+        return align(self.num_experts, num_ranks)
 
 
 class Ranks:

@@ -6,11 +6,9 @@ from collections import deque
 
 from deepep_cupy.errors import ContractError
 from deepep_cupy.memory.free_list import Stream
+from deepep_cupy.protocol.control_block import ALIGNMENT, align
 
-__all__ = ["ALIGNMENT", "Block", "BlockOwner", "round_up"]
-
-ALIGNMENT = 512
-"""Every offset and every size is a multiple of this."""
+__all__ = ["Block", "BlockOwner", "round_up"]
 
 
 class Block:
@@ -94,4 +92,4 @@ def round_up(nbytes: int) -> int:
     """The size of the block that holds ``nbytes``; never 0, so that offsets tell blocks apart."""
     if nbytes < 0:
         raise ContractError(f"alloc(): a size cannot be negative, got {nbytes}.")
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+    return align(max(nbytes, 1), ALIGNMENT)

@@ -40,10 +40,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepep_cupy.errors import ContractError, StateError
-from deepep_cupy.memory.block import ALIGNMENT, Block, BlockOwner, round_up
+from deepep_cupy.memory.block import Block, BlockOwner, round_up
 from deepep_cupy.memory.free_list import FreeList, Segment, Stamp, Stream
 from deepep_cupy.memory.size_cache import SizeCache
 from deepep_cupy.memory.stream_clock import MAX_FACTS, EventSource, StreamClock
+from deepep_cupy.protocol.control_block import ALIGNMENT
 from deepep_cupy.protocol.headers import Refusal, RefusalCode
 
 if TYPE_CHECKING:

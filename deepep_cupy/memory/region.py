@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deepep_cupy.errors import PlatformError
+from deepep_cupy.protocol.control_block import align
 from deepep_cupy.ranks.group import Group
 
 __all__ = [
@@ -183,7 +184,7 @@ class SymmetricRegion:
     ) -> None:
         self._group = group
         self._memory = memory
-        self.nbytes = -(-max(nbytes, 1) // GRANULE) * GRANULE
+        self.nbytes = align(max(nbytes, 1), GRANULE)
         self._closed = False
         offer, allocation = self._offer(min(zero_bytes, self.nbytes))
         self.offers: list[Offer] = group.allgather(offer)

@@ -45,6 +45,7 @@ from deepep_cupy.protocol.headers import WORDS
 __all__ = [
     "ABORT_LATE_SHIFT",
     "ABORT_REPORTER_SHIFT",
+    "ALIGNMENT",
     "DETAIL_WORDS",
     "MAX_BLOCKS",
     "NUM_RECORDS",
@@ -59,6 +60,8 @@ __all__ = [
     "header_words",
 ]
 
+ALIGNMENT = 512
+"""The pool begins at a multiple of this; so does each of its blocks, and each size is one."""
 LINE = 128
 """Words that different parties write lie on different lines."""
 MAX_BLOCKS = 256
@@ -117,9 +120,9 @@ class AbortFlag(IntFlag):
     """A process gave up on the abort board."""
 
 
-def align(nbytes: int, unit: int) -> int:
-    """Round ``nbytes`` up to a multiple of ``unit``."""
-    return -(-nbytes // unit) * unit
+def align(number: int, unit: int) -> int:
+    """Round ``number`` up to a multiple of ``unit``."""
+    return -(-number // unit) * unit
 
 
 def header_words(num_ranks: int) -> int:
@@ -183,7 +186,7 @@ class ControlLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole control block."""
-        return align(self.experts + 2 * self.num_experts * 8, 512)
+        return align(self.experts + 2 * self.num_experts * 8, ALIGNMENT)
 
 
 @dataclass(frozen=True)

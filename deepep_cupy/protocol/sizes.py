@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepep_cupy.protocol.control_block import ALIGNMENT, align
+
 __all__ = [
     "MAX_EXPERTS",
     "MAX_RANKS",
@@ -67,8 +69,6 @@ class BufferSpec:
         return self.num_ranks * self.num_max_tokens_per_rank
 
 
-_BLOCK = 512
-"""Alignment of blocks in the pool."""
 _LIVE_DISPATCHES = 3
 """Worst-case receives that fit at once: two alive and one under way."""
 _LIVE_EXPANDED = 2
@@ -105,7 +105,7 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
 
 def _blocks(rows: int, *parts: int) -> int:
     """Bytes of one array of ``rows`` items for each part, each in a block of its own."""
-    return sum(-(-rows * part // _BLOCK) * _BLOCK for part in parts)
+    return sum(align(rows * part, ALIGNMENT) for part in parts)
 
 
 def num_scales(hidden: int, *, packed: bool) -> int:

@@ -37,7 +37,7 @@ ACCUMULATOR: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
     np.dtype(np.float64): np.dtype(np.float64),
     **{np.dtype(f"{kind}{8 * n}"): np.dtype(f"{kind}{8 * n}")
-       for kind in ("int", "uint") for n in (1, 2, 4, 8)},
+       for n in (1, 2, 4, 8) for kind in ("int", "uint")},
 }  # fmt: skip
 """Row dtype → the type its sum is kept in. No other dtype can be combined."""
 ADDABLE = tuple(dtype.name for dtype in ACCUMULATOR)

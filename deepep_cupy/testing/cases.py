@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from deepep_cupy.protocol.control_block import align
 from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.testing.pairwise import Pair, Row, covering_rows
 
@@ -228,13 +229,9 @@ def _one_big(num_ranks: int, big: int, *others: int) -> tuple[tuple[int, ...], .
     return tuple((*others[:at], big, *others[at:]) for at in range(num_ranks))
 
 
-def _round_up(number: int, num_ranks: int) -> int:
-    return -(-number // num_ranks) * num_ranks
-
-
 def _experts(num_ranks: int, *numbers: int) -> Levels:
     """E, multiples of R, and ``None`` for masks."""
-    return (*((each,) for each in sorted({_round_up(n, num_ranks) for n in numbers})), (None,))
+    return (*((each,) for each in sorted({align(n, num_ranks) for n in numbers})), (None,))
 
 
 def _plain_factors(num_ranks: int, small: bool) -> dict[str, Levels]:
@@ -504,7 +501,7 @@ def _mode_case(
 def sequence(num_ranks: int) -> list[Case]:
     """Cases that fit one Buffer, to be run on it in this order: sizes that jump up and down."""
     few, many = (8, 512), (512, 8)
-    experts = _round_up(64, num_ranks)
+    experts = align(64, num_ranks)
     return [
         Case(num_ranks, (tokens * num_ranks)[:num_ranks], 200, experts, 8, "bfloat16")
         for tokens in (few, many, (4096, *[1] * (num_ranks - 1)))
@@ -541,15 +538,15 @@ def _models(num_ranks: int) -> list[Case]:
 
     equal = functools.partial(Case, num_ranks, dtype="bfloat16", num_topk=8)
     return [
-        equal((4095,) * num_ranks, 64, _round_up(64, num_ranks)),
-        equal((4097,) * num_ranks, 64, _round_up(160, num_ranks), index_dtype="int32"),
-        equal((128,) * num_ranks, 7168, _round_up(256, num_ranks), routing="skewed", num_biases=2),
+        equal((4095,) * num_ranks, 64, align(64, num_ranks)),
+        equal((4097,) * num_ranks, 64, align(160, num_ranks), index_dtype="int32"),
+        equal((128,) * num_ranks, 7168, align(256, num_ranks), routing="skewed", num_biases=2),
         # One prefill batch, whole; the other ranks send one token and receive.
         Case(
             num_ranks,
             (*[1] * (num_ranks - 1), 4097),
             7168,
-            _round_up(256, num_ranks),
+            align(256, num_ranks),
             num_topk=2,
             dtype="bfloat16",
             num_biases=1,

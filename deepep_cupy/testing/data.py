@@ -22,6 +22,7 @@ from deepep_cupy.reference import (
     dispatch,
     get_dispatch_layout,
 )
+from deepep_cupy.reference.quant import num_groups
 from deepep_cupy.testing.cases import Case, cases, mode_cases, sequence
 
 __all__ = [
@@ -402,7 +403,7 @@ def _to_cast(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[A
 def _scales(case: Case, rng: np.random.Generator, tokens: int) -> Array:
     """Random bits in C order, in Fortran order, or in every second place."""
     packed = case.fp8 == "packed"
-    groups = -(-case.hidden // 128)
+    groups = num_groups(case.hidden)
     columns = -(-groups // 4) if packed else groups
     dtype = np.dtype((np.int32, np.uint32)[case.hidden % 2] if packed else np.float32)
     array = _bits(rng, (tokens, columns), dtype)

@@ -1,5 +1,6 @@
 """What ranks make of each other's headers, word by word."""
 
+import numpy as np
 import pytest
 
 from deepep_cupy.protocol.headers import (
@@ -17,12 +18,26 @@ from deepep_cupy.protocol.headers import (
     dtype_name,
     verdict,
 )
+from deepep_cupy.protocol.sizes import SCALE_GROUP, num_scales
+from deepep_cupy.reference.combine import ADDABLE
+from deepep_cupy.reference.quant import GROUP, num_groups, quantize
 
 LIMITS = {"num_max_tokens_per_rank": 128, "num_experts": 64}
 
 
 def header(**words):
     return dict.fromkeys(WORDS, 0) | {"kind": Kind.DISPATCH} | words
+
+
+def test_facts_of_the_protocol_are_those_of_the_reference():
+    known = tuple(name for name in DTYPE_CODES if not name.startswith("float8"))
+    assert known == ADDABLE
+    assert SCALE_GROUP == GROUP
+    for hidden in (1, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP):
+        codes, scales = quantize(np.ones((1, hidden), np.float32))
+        assert num_scales(hidden, packed=False) == scales.shape[1] == num_groups(codes.shape[1])
+        _, packed = quantize(np.ones((1, hidden), np.float32), round_scale=True, use_ue8m0=True)
+        assert num_scales(hidden, packed=True) == packed.shape[1]
 
 
 def test_equal_headers_agree():

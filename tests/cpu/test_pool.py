@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deepep_cupy.errors import ContractError, StateError
-from deepep_cupy.memory.pool import ALIGNMENT, Pool, PoolExhaustedError
+from deepep_cupy.memory.pool import Pool, PoolExhaustedError
+from deepep_cupy.protocol.control_block import ALIGNMENT
 from deepep_cupy.protocol.headers import OFFSET_UNIT, RefusalCode
 
 MIB = 1 << 20

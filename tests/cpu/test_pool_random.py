@@ -17,8 +17,9 @@ from deepep_cupy.errors import StateError
 from deepep_cupy.memory import pool as pool_module
 from deepep_cupy.memory import stream_clock
 from deepep_cupy.memory.free_list import FreeList, Stamp
-from deepep_cupy.memory.pool import ALIGNMENT, Pool, PoolExhaustedError
+from deepep_cupy.memory.pool import Pool, PoolExhaustedError
 from deepep_cupy.memory.size_cache import SizeCache
+from deepep_cupy.protocol.control_block import ALIGNMENT
 from streams import LEGACY, RaceError, StreamModel, merge
 
 CELLS = 512
