@@ -12,7 +12,6 @@ Expected output: the engine, a table of how many rows went from rank to rank, on
     OK: all 32 tokens came back as expected
 """
 
-import importlib
 import sys
 
 import numpy as np
@@ -43,10 +42,7 @@ def main() -> int:
         num_experts=num_experts,
         dtype="float32",
     ) as buffer:
-        xp = np  # arrays in and out are NumPy's ...
-        if buffer.engine_name == "cuda":  # ... or CuPy's, on the GPU of this rank's Buffer
-            xp = importlib.import_module("cupy")
-            buffer.empty((1,), np.uint8).device.use()
+        xp = buffer.xp  # arrays in and out are NumPy's or CuPy's, on the GPU of this rank's Buffer
 
         # The library, call 2: rows to the ranks of their experts.
         recv = buffer.dispatch(

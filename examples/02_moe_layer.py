@@ -17,7 +17,6 @@ import sys
 
 import numpy as np
 from mpi4py import MPI
-from support import array_module
 
 from deepep_cupy import Buffer
 
@@ -38,7 +37,7 @@ def main() -> int:
         num_experts=num_experts,
         dtype="float32",
     ) as buffer:
-        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
+        xp = buffer.xp  # NumPy or, on GPUs, CuPy
         weights = make_weights(xp)  # the same on every rank; each uses its own experts only
         x = xp.asarray(normal(100 + rank, num_tokens, hidden))
         out, counts = moe_layer(xp, buffer, x, *weights)

@@ -1,10 +1,10 @@
-"""Train a mixture-of-experts classifier across ranks on scikit-learn's handwritten digits.
+"""Train a mixture-of-experts classifier across ranks on handwritten digits.
 
 Eight experts are spread over the ranks and every rank takes its share of each batch. The backward
 pass needs no new operation: the gradient of ``dispatch`` is a ``combine``, and the gradient of
 ``combine`` is a ``dispatch`` along the same routes (``handle=``).
 
-USAGE (1, 2, 4 or 8 ranks; needs the extra "examples"):
+USAGE (1, 2, 4 or 8 ranks; the picture needs matplotlib):
     mpirun -n 4 python -m mpi4py examples/03_train_digits.py --plot digits.png
     options: --dtype float64 (losses then do not depend on the number of ranks), --losses FILE
 
@@ -17,8 +17,7 @@ import sys
 
 import numpy as np
 from mpi4py import MPI
-from support import Adam, array_module, load_digits, plot_training, random_matrices, to_host
-from tqdm import tqdm
+from support import Adam, check_plot, load_digits, plot_training, progress, random_matrices, to_host
 
 from deepep_cupy import Buffer
 
@@ -77,14 +76,14 @@ def backward(xp, buffer, p, d_logits, kept):
 
 def train(xp, buffer, dtype):
     """Minimize the cross-entropy; returns losses, rows per expert and step, test accuracy."""
-    train_set, (x_test, y_test) = load_digits(comm, num_train)
+    train_set, (x_test, y_test) = load_digits(num_train)
     x, y = xp.asarray(train_set[0], dtype), xp.asarray(train_set[1])
     experts = {"w_in": (num_experts, hidden, ffn), "w_out": (num_experts, ffn, num_classes)}
     p = random_matrices(xp, dtype, embed=(64, hidden), gate=(hidden, num_experts), **experts)
     p |= {name: p[name][rank * num_local :][:num_local] for name in experts}  # only this rank's
     adam = Adam(xp, p, rate=4e-3)
     balance, losses, loads = xp.zeros(num_experts, dtype), [], []
-    bar = tqdm(range(num_steps), desc="training", disable=rank != 0, mininterval=0.5)
+    bar = progress(range(num_steps), "training", num_steps, shown=rank == 0)
     for step in bar:
         batch = np.random.default_rng(step).choice(num_train, batch_size, replace=False)
         mine = xp.asarray(np.array_split(batch, num_ranks)[rank])
@@ -110,9 +109,12 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE.png", help="draw losses and experts' loads")
     parser.add_argument("--losses", metavar="FILE", help="write the loss of every step")
     args = parser.parse_args()
+    check_plot(args.plot, speaks=rank == 0)
+    if num_experts % num_ranks:
+        sys.exit(f"{num_experts} experts are for 1, 2, 4 or 8 ranks, not {num_ranks}" * (rank == 0))
     sizes = {"num_max_tokens_per_rank": 400, "hidden": hidden, "num_topk": num_topk}
     with Buffer(comm, **sizes, num_experts=num_experts, dtype=args.dtype) as buffer:
-        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
+        xp = buffer.xp  # NumPy or, on GPUs, CuPy
         losses, loads, accuracy = train(xp, buffer, args.dtype)
     good = accuracy >= 0.95
     if rank == 0:

@@ -5,7 +5,7 @@ Two discs of particles that repel each other at short range collide. ``dispatch`
 those near a slab's left edge to the neighbour as ghosts. The neighbour computes each pair across
 the edge once, and ``combine`` adds the ghosts' forces back where the particles live.
 
-USAGE (1 to 8 ranks; needs the extra "examples"):
+USAGE (1 to 8 ranks; the picture needs matplotlib):
     mpirun -n 4 python -m mpi4py examples/04_particles.py --plot particles.png
 
 Expected output: the engine, a progress bar, momentum kept to about 1e-15, and
@@ -17,8 +17,7 @@ import sys
 
 import numpy as np
 from mpi4py import MPI
-from support import array_module, conservation, plot_particles, to_host, two_discs
-from tqdm import tqdm
+from support import check_plot, conservation, plot_particles, progress, to_host, two_discs
 
 from deepep_cupy import Buffer
 
@@ -78,16 +77,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", metavar="FILE.png", help="draw three moments and the errors")
     args = parser.parse_args()
+    check_plot(args.plot, speaks=rank == 0)
     start, history = two_discs(num_particles), []
     sizes = {"num_max_tokens_per_rank": num_particles, "hidden": start.shape[1], "num_topk": 0}
     with Buffer(comm, **sizes, dtype="float64") as buffer:
-        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
+        xp = buffer.xp  # NumPy or, on GPUs, CuPy
         run = simulate(
             xp.asarray(start[rank::num_ranks].copy()),  # any share: the first migrate sorts them
             lambda state: migrate(xp, buffer, state),
             lambda state: forces(xp, buffer, state),
         )
-        for state, energy in tqdm(run, "moving", num_steps + 1, disable=rank > 0, mininterval=0.5):
+        for state, energy in progress(run, "moving", num_steps + 1, shown=rank == 0):
             history.append(comm.gather((to_host(state).copy(), energy)))
     if rank == 0:
         print(f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_particles} particles")

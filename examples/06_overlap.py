@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from mpi4py import MPI
-from support import array_module, to_host
+from support import to_host
 from timeline import Experts, measure, options, other_sms, report
 
 from deepep_cupy import Buffer, Config
@@ -43,7 +43,7 @@ def main() -> int:
     sizes |= {"num_topk": num_topk, "num_experts": num_experts}
     room = Buffer.size_hint(num_ranks=num_ranks, **sizes, do_expand=True)
     with Buffer(comm, **sizes, pool_bytes=room) as buffer:
-        xp = array_module(buffer)  # NumPy or, on GPUs, CuPy
+        xp = buffer.xp  # NumPy or, on GPUs, CuPy
         args.gemm_sms = args.gemm_sms or other_sms(xp, args.num_sms)
         experts, batches = prepare(xp, buffer)
         ways = {

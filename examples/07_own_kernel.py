@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
-from support import array_module
 
 from deepep_cupy import Buffer, kernel_options
 from deepep_cupy.jit.compile import compile_text, parse_target
@@ -45,7 +44,7 @@ def main() -> int:
             print(f"engine: {buffer.engine_name}, {num_ranks} ranks")
         if buffer.engine_name == "host":
             return compile_only()
-        wrong = exchange(array_module(buffer), buffer)
+        wrong = exchange(buffer.xp, buffer)
     problems = [said for said in comm.allgather(wrong) if said]
     if rank == 0:
         good = f"OK: {ROUNDS} rounds of {NUM_ROWS} rows came from the left on each of "

@@ -1,18 +1,12 @@
 """What the examples need besides the library: data, an optimizer, pictures."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 
 RANK_COLORS = ("#47a", "#e67", "#283", "#cb4", "#6ce", "#a37", "#d84", "#777")
-
-
-def array_module(buffer):
-    """NumPy on the host engine; on GPUs CuPy, which from now on uses the Buffer's GPU."""
-    if buffer.engine_name == "host":
-        return np
-    import cupy
-
-    buffer.empty((1,), np.uint8).device.use()
-    return cupy
 
 
 def to_host(array):
@@ -20,14 +14,42 @@ def to_host(array):
     return array.get() if hasattr(array, "get") else array
 
 
-def load_digits(comm, num_train):
-    """Scikit-learn's 1797 images of 8 x 8 pixels, shuffled: train and test, pixels and labels."""
-    digits = None
-    if comm.rank == 0:  # it takes a second to import: once is enough
-        from sklearn import datasets
+def progress(steps, what, total, *, shown):
+    """``steps`` behind a bar of tqdm, where that is installed and this rank shows one."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return Steps(steps)
+    return tqdm(steps, what, total, disable=not shown, mininterval=0.5)
 
-        digits = datasets.load_digits(return_X_y=True)
-    pixels, labels = comm.bcast(digits)
+
+class Steps:
+    """Steps without a bar."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __iter__(self):
+        return iter(self.steps)
+
+    def set_postfix(self, **values):
+        """Stand for the method of tqdm."""
+
+
+def check_plot(path, *, speaks):
+    """End at once where a picture is wanted and cannot be drawn, not after the work is done."""
+    if path and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--plot needs matplotlib: pip install matplotlib" if speaks else 1)
+
+
+def load_digits(num_train):
+    """1797 images of 8 x 8 pixels, shuffled: train and test, pixels and labels.
+
+    digits.npz holds the test part of the "Optical Recognition of Handwritten Digits" of E. Alpaydin
+    and C. Kaynak, UCI Machine Learning Repository (CC BY 4.0), as scikit-learn has it too.
+    """
+    with np.load(Path(__file__).with_name("digits.npz")) as digits:
+        pixels, labels = digits["pixels"].astype(float), digits["labels"].astype(int)
     order = np.random.default_rng(0).permutation(len(labels))
     x, y = pixels[order] / 16, labels[order]
     return (x[:num_train], y[:num_train]), (x[num_train:], y[num_train:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Literal, Self
 
 from deepep_cupy import log
@@ -153,6 +153,12 @@ class Buffer:
     def device(self) -> int | None:
         """This rank's GPU, as CuPy counts; None on the host engine. Arrays must be made on it."""
         return self._engine.device
+
+    @property
+    def xp(self) -> ModuleType:
+        """The module that makes this Buffer's arrays: ``numpy`` on the host engine, ``cupy`` on
+        GPUs, where this rank's GPU becomes the calling thread's current device."""
+        return self._engine.array_module()
 
     @property
     def rank(self) -> int:

@@ -7,7 +7,6 @@ nothing but the calls under test crosses between the ranks.
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -159,10 +158,7 @@ class _Arrays:
     """Moves arrays to the memory that the engine works on."""
 
     def __init__(self, buffer: Buffer) -> None:
-        self._cupy: Any = None
-        if buffer.engine_name == "cuda":
-            self._cupy = importlib.import_module("cupy")
-            buffer.empty((1,), np.uint8).device.use()  # arrays are made on the Buffer's GPU
+        self._cupy: Any = buffer.xp if buffer.engine_name == "cuda" else None
 
     def up(self, array: np.ndarray[Any, Any]) -> Any:
         """Put an array where the engine wants it; opaque items, which CuPy has not, as bytes."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from deepep_cupy.engines.calls import Array, CombineCall, DispatchCall, Event, Routing
@@ -122,6 +123,10 @@ class Engine(Protocol):
     @property
     def device(self) -> int | None:
         """Number of this rank's GPU, as CuPy counts; None on the host engine."""
+        ...
+
+    def array_module(self) -> ModuleType:
+        """Local. The module that makes its arrays; makes this rank's GPU the current one."""
         ...
 
     def import_array(self, operation: str, argument: str, value: object) -> Array:

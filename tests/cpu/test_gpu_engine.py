@@ -3,6 +3,7 @@
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +16,20 @@ from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
 from deepep_cupy.engines.calls import Streams
+from deepep_cupy.engines.gpu.engine import CudaEngine
 from deepep_cupy.errors import ContractError
 from flat_calls import combine_call, dispatch_call
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def test_the_array_module_makes_arrays_on_the_buffers_gpu():
+    """``Buffer.xp`` is CuPy, whose current device is then this rank's."""
+    made = object.__new__(CudaEngine)
+    made._cupy, used = object(), []
+    made._device = SimpleNamespace(use=lambda: used.append(1))
+    assert made.array_module() is made._cupy
+    assert used == [1]
 
 
 def up(array):

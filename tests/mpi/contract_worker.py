@@ -484,6 +484,7 @@ def constructors_that_differ(comm):
 def life(comm):
     buffer = make(comm)
     assert buffer.engine_name == "host"
+    assert buffer.xp is np
     assert buffer.state.value == "open"
     trip = RoundTrip(comm, 1)
     handle = trip.dispatch(buffer)

@@ -32,7 +32,7 @@ WITH_FAULT = Path(__file__).with_name("with_fault.py")
 NUM_EXPERTS_OF_DIGITS = 8
 STEPS_OF_DIGITS = 150
 
-MISSING = [n for n in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(n) is None]
+MISSING = [n for n in ("matplotlib", "tqdm") if importlib.util.find_spec(n) is None]
 needs_extra = pytest.mark.skipif(
     bool(MISSING), reason=f"needs the extra 'examples': no {', '.join(MISSING)}"
 )
@@ -87,7 +87,10 @@ def test_training_does_not_depend_on_the_number_of_ranks(num_ranks, losses_alone
     if NUM_EXPERTS_OF_DIGITS % num_ranks:
         assert run.returncode != 0
         assert not run.timed_out, run
-        assert "num_experts" in run.outputs[0], run
+        assert run.outputs[0].strip() == (
+            f"{NUM_EXPERTS_OF_DIGITS} experts are for 1, 2, 4 or 8 ranks, not {num_ranks}"
+        ), run
+        assert not "".join(run.outputs[1:]).strip(), run
         return
     run.check()
     assert_png(picture)
@@ -95,6 +98,40 @@ def test_training_does_not_depend_on_the_number_of_ranks(num_ranks, losses_alone
     np.testing.assert_allclose(np.loadtxt(losses), losses_alone, rtol=1e-6, atol=0)
     accuracy = float(re.search(r"test accuracy ([0-9.]+) %", run.outputs[0])[1])
     assert accuracy >= 95, run
+
+
+NO_EXTRA = """
+import runpy, sys
+for name in ("matplotlib", "tqdm", "sklearn", "cupy", "cuda"):
+    sys.modules[name] = None  # as where they are not installed
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("example", [LAYER, DIGITS, PARTICLES, OVERLAP], ids=lambda path: path.stem)
+def test_examples_need_no_more_than_the_first_command_installs(example, tmp_path):
+    script = tmp_path / "no_extra.py"
+    script.write_text(NO_EXTRA)
+    assert_says_ok(run_ranks(script, 2, example))
+
+
+@pytest.mark.parametrize("example", [DIGITS, PARTICLES], ids=lambda path: path.stem)
+def test_a_picture_without_matplotlib_is_refused_before_the_work(example, tmp_path):
+    script = tmp_path / "no_extra.py"
+    hidden = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
+    script.write_text(NO_EXTRA.replace("sys.argv = sys", hidden + "sys.argv = sys"))
+    run = run_ranks(script, 2, example, "--plot", "x.png")
+    assert run.returncode != 0, run
+    assert run.outputs[0].strip() == "--plot needs matplotlib: pip install matplotlib", run
+    assert not run.outputs[1].strip(), run
+
+
+def test_three_ranks_for_eight_experts_are_one_sentence():
+    run = run_ranks(DIGITS, 3)
+    assert run.returncode != 0, run
+    assert "".join(run.outputs).strip() == "8 experts are for 1, 2, 4 or 8 ranks, not 3", run
 
 
 @needs_extra

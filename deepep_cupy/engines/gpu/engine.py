@@ -145,6 +145,11 @@ class CudaEngine:
 
     # ------------------------------------------------------------------------------- local
 
+    def array_module(self) -> ModuleType:
+        """See ``Engine.array_module``."""
+        self._device.use()
+        return self._cupy
+
     def import_array(self, operation: str, argument: str, value: object) -> DeviceArray:
         """See ``Engine.import_array``."""
         array = self._intake(operation, argument, value)

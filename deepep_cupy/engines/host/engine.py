@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,10 @@ class HostEngine:
         self._generation = 0
 
     # -------------------------------------------------------------------------------- local
+
+    def array_module(self) -> ModuleType:
+        """See ``Engine.array_module``."""
+        return np
 
     def import_array(self, operation: str, argument: str, value: object) -> NDArray[Any]:
         """See ``Engine.import_array``: NumPy arrays are taken as they are."""
