@@ -28,6 +28,7 @@ from deepep_cupy.engines.calls import (
     DispatchArguments,
     DispatchOptions,
     Signature,
+    imported,
 )
 from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine
@@ -286,7 +287,8 @@ class Buffer:
         checked, number = self._checker.layout(topk_idx, num_experts)
         if streams.previous_event is not None:
             streams.previous_event.wait()
-        found = self._engine.get_dispatch_layout(checked, number)
+        kept = imported((topk_idx,), (checked,))
+        found = self._engine.get_dispatch_layout(checked, number, kept)
         event = self._engine.capture() if streams.async_finish else None
         return LayoutResult(
             found.num_tokens_per_rank,

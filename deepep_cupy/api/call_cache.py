@@ -23,6 +23,7 @@ from deepep_cupy.engines.calls import (
     DispatchCall,
     DispatchPlan,
     Signature,
+    imported,
     listed,
 )
 from deepep_cupy.protocol.headers import Layout
@@ -208,9 +209,12 @@ class CallCache:
         key = dispatch_key(given, self._array_key, self._most_tokens)
         plan = self._dispatches.find(key)
         if plan is None:
-            given, plan = self._checker.dispatch(given)
+            checked, plan = self._checker.dispatch(given)
             self._dispatches.keep(key, plan)
-        call = plan.call(given)
+            call = plan.call(checked)
+            call.kept = imported(given, checked)
+        else:
+            call = plan.call(given)
         return call, plan.signed(given, len(call.x))
 
     def combine(self, given: CombineArguments) -> CombineCall:
@@ -222,6 +226,9 @@ class CallCache:
         key = combine_key(given, self._array_key)
         plan = self._combines.find(key)
         if plan is None:
-            given, plan = self._checker.combine(given)
+            checked, plan = self._checker.combine(given)
             self._combines.keep(key, plan)
+            call = plan.call(checked)
+            call.kept = imported(given, checked)
+            return call
         return plan.call(given)

@@ -37,6 +37,7 @@ __all__ = [
     "ScalesLayout",
     "Signature",
     "Streams",
+    "imported",
     "listed",
 ]
 
@@ -383,6 +384,7 @@ class DispatchCall:
             ends well, or ``None``. Never with ``routing``.
         streams: Where it runs.
         plan: Shared with alike calls.
+        kept: Arrays of other libraries, to be kept until the call is over; see ``imported``.
     """
 
     x: Array
@@ -394,6 +396,7 @@ class DispatchCall:
     recv_stats: Array | None = None
     streams: Streams = HERE
     plan: DispatchPlan = field(default_factory=DispatchPlan)
+    kept: tuple[object, ...] = ()
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -446,6 +449,7 @@ class CombineCall:
             engine refuses one that shares memory with any other argument.
         streams: Where it runs.
         plan: Shared with alike calls.
+        kept: Arrays of other libraries, to be kept until the call is over; see ``imported``.
     """
 
     x: Array
@@ -456,6 +460,26 @@ class CombineCall:
     out: Array | None = None
     streams: Streams = HERE
     plan: CombinePlan = field(default_factory=CombinePlan)
+    kept: tuple[object, ...] = ()
+
+
+def imported(given: tuple[object, ...], checked: tuple[object, ...]) -> tuple[object, ...]:
+    """Pairs (what the user passed, the engine's array over its memory), where these differ.
+
+    Args:
+        given: Arguments of a call, as the user passed them.
+        checked: The same arguments with the engine's arrays.
+    """
+    return tuple(
+        (one, other)
+        for ones, others in zip(given, checked, strict=True)
+        for one, other in zip(_each(ones), _each(others), strict=False)
+        if other is not None and one is not other
+    )
+
+
+def _each(argument: object) -> tuple[object, ...]:
+    return tuple(argument) if isinstance(argument, tuple | list) else (argument,)
 
 
 def listed(bias: Any) -> tuple[Any, ...]:

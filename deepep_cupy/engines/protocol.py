@@ -172,8 +172,11 @@ class Engine(Protocol):
         """Collective."""
         ...
 
-    def get_dispatch_layout(self, topk_idx: Array, num_experts: int) -> DispatchLayout:
-        """Local. Entries outside 0..E-1 are ignored; the caller has checked shape and dtype."""
+    def get_dispatch_layout(
+        self, topk_idx: Array, num_experts: int, kept: tuple[object, ...] = ()
+    ) -> DispatchLayout:
+        """Local. Entries outside 0..E-1 are ignored; the caller has checked shape and dtype.
+        ``kept`` is kept until the engine has read ``topk_idx``, as that of a call."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:

@@ -287,6 +287,22 @@ def test_every_argument_is_tried():
     assert set(COMBINE) == {*CombineArguments._fields, *CombineOptions._fields} - {"options"}
 
 
+def test_a_call_carries_what_the_engine_did_not_take_as_it_is():
+    made = cache(array_key)
+    x, scales = Foreign(zeros(4, H, dtype=FP8)), zeros(4, 2)
+    idx, weights = zeros(4, K, dtype=np.int64), Foreign(zeros(4, K))
+    for rows in ((x, scales), [x, scales]):
+        call, _ = made.dispatch(DispatchArguments(rows, topk_idx=idx, topk_weights=weights))
+        assert call.kept == ((x, x.array), (weights, weights.array))
+    for _ in range(2):
+        call, _ = made.dispatch(DispatchArguments((x.array, scales), topk_idx=idx))
+        assert call.kept == ()
+    bias = zeros(4, H), Foreign(zeros(4, H))
+    for given in (bias, list(bias)):
+        done = made.combine(CombineArguments(zeros(5, H), HANDLES[1], bias=given))
+        assert done.kept == ((bias[1], bias[1].array),)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_the_number_of_tokens_makes_no_new_plan(tokens, monkeypatch):
     made = cache(array_key)

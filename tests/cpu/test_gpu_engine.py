@@ -1,7 +1,9 @@
 """The Python side of the CUDA engine over stand-ins: parameters, arrays, streams, lifetimes."""
 
+import gc
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from gpu_stand_in import device as d
 from gpu_stand_in.engine import run_ranks
 
 from deepep_cupy import reference
-from deepep_cupy.engines.calls import Streams
+from deepep_cupy.engines.calls import Quantization, Streams
 from deepep_cupy.engines.gpu.engine import CudaEngine
 from deepep_cupy.errors import ContractError
 from flat_calls import combine_call, dispatch_call
@@ -346,6 +348,49 @@ def test_graph_on_the_communication_stream():
 
 
 # -------------------------------------------------------------------------------------- streams
+
+
+class Thing:
+    """Stands for an array of another library."""
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("operation", ["dispatch", "cached", "cast", "combine", "keep"])
+def test_what_a_call_keeps_lives_until_the_gpu_is_done(background, operation):
+    xs, idx, _, _ = inputs(1, 3)
+    rows = np.ones((len(xs[0]), 256), np.float32)
+
+    def work(rank):
+        rank.events.patient = True
+        x, chosen, streams = up(xs[0]), up(idx[0]), Streams(async_finish=background)
+        first = rank.dispatch(dispatch_call(x, topk_idx=chosen))
+        call = {
+            "dispatch": lambda: dispatch_call(x, topk_idx=chosen, streams=streams),
+            "cached": lambda: dispatch_call(x, routing=first.routing, streams=streams),
+            "cast": lambda: dispatch_call(
+                up(rows), topk_idx=chosen, quantize=Quantization("float8_e4m3fn"), streams=streams
+            ),
+            "combine": lambda: combine_call(up(rows), first.routing, streams=streams),
+            "keep": lambda: None,
+        }[operation]()
+        thing = Thing()
+        alive, queue = weakref.ref(thing), rank.runtime.queue
+        if call is None:
+            queue.keep(thing)
+        else:
+            call.kept = (thing,)
+            (rank.combine if operation == "combine" else rank.dispatch)(call)
+        del thing, call
+        gc.collect()
+        queue.retention.reap()
+        before = alive() is not None
+        d.current_stream().synchronize()
+        queue.comm.synchronize()
+        queue.retention.reap()
+        gc.collect()
+        return before, alive() is None
+
+    assert run_ranks(1, work, num_experts=8) == [(True, True)]
 
 
 def touch(array, what, *, write=False):

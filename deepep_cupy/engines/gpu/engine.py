@@ -152,17 +152,11 @@ class CudaEngine:
 
     def import_array(self, operation: str, argument: str, value: object) -> DeviceArray:
         """See ``Engine.import_array``."""
-        array = self._intake(operation, argument, value)
-        if array is not value:
-            self._runtime.queue.keep_alive.append((array, value))
-        return array
+        return self._intake(operation, argument, value)
 
     def import_scales(self, operation: str, argument: str, value: object) -> DeviceArray:
         """See ``Engine.import_scales``."""
-        array = self._intake(operation, argument, value, strided=True)
-        if array is not value:
-            self._runtime.queue.keep_alive.append((array, value))
-        return array
+        return self._intake(operation, argument, value, strided=True)
 
     def capture(self) -> GpuEvent:
         """See ``Engine.capture``."""
@@ -184,7 +178,9 @@ class CudaEngine:
         """See ``Engine.peer_pointers``."""
         return tuple(self._runtime.memory.region.peer_base)
 
-    def get_dispatch_layout(self, topk_idx: Any, num_experts: int) -> DispatchLayout:
+    def get_dispatch_layout(
+        self, topk_idx: Any, num_experts: int, kept: tuple[object, ...] = ()
+    ) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
         cupy, ranks = self._cupy, self._spec.num_ranks
         with self._device:
@@ -193,6 +189,8 @@ class CudaEngine:
             mask = (owner[:, :, None] == cupy.arange(ranks)[None, None, :]).any(axis=1)
             chosen = cupy.where(valid, topk_idx, num_experts).ravel()
             counts = cupy.bincount(chosen, minlength=num_experts + 1)[:num_experts]
+            if kept:
+                self._runtime.queue.keep(kept)
             return DispatchLayout(
                 mask.sum(axis=0, dtype=cupy.int32), counts.astype(cupy.int32), mask
             )

@@ -220,8 +220,6 @@ class OperationQueue:
         retention: Keeps objects until work is over.
         serial: Number of the newest operation.
         current_stream: CuPy's current stream of the calling thread.
-        keep_alive: Arrays of other libraries, and whatever else lives until the operation that is
-            being prepared is over.
     """
 
     def __init__(
@@ -238,7 +236,6 @@ class OperationQueue:
         self.retention = Retention(self.events, device)
         self.serial = 0
         self.current_stream: Callable[[], Stream] = cupy.cuda.get_current_stream
-        self.keep_alive: list[object] = []
         runtime = cupy.cuda.runtime
         self._memcpy: Callable[[int, int, int, int, int], None] = runtime.memcpyAsync
         self._on_device = runtime.memcpyDeviceToDevice
@@ -268,6 +265,15 @@ class OperationQueue:
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on the device, in stream order. ``stream``: its address."""
         self._memcpy(to, source, nbytes, self._on_device, stream)
+
+    def keep(self, things: object) -> None:
+        """Let things live until what the current stream has been given so far is over; under
+        capture, for ever."""
+        stream, retention = self.current_stream(), self.retention
+        if self.events.capture_id(stream) != 0:
+            retention.for_ever(things)
+        else:
+            retention.until(self.events.record(stream), things)
 
     def drain(self) -> None:
         """Wait until all operations of this Buffer are over, those in graphs too. Each of them
@@ -336,6 +342,7 @@ class Operation:
 
     __slots__ = (
         "_borrowed",
+        "_kept",
         "_locked",
         "_outputs",
         "_queue",
@@ -360,6 +367,7 @@ class Operation:
         self.staged: list[Block] = []
         self._outputs: list[Block] = []
         self._borrowed: list[weakref.ref[Borrowed]] = []
+        self._kept: list[object] = []
 
     # --------------------------------------------------------------------------------- frame
 
@@ -424,23 +432,26 @@ class Operation:
     def finish(self) -> GpuEvent | None:
         """All of the operation is on its stream: keep what it uses, and let the caller's stream
         wait for it, or, where the call wants an event, return that of its end."""
-        if self.plain and not self._queue.keep_alive:
+        call = self.call
+        if self.plain and (call is None or not call.kept):
             return None
-        return self._finish(async_finish=self.call is not None and self.call.streams.async_finish)
+        return self._finish(async_finish=call is not None and call.streams.async_finish)
 
     def _finish(self, *, async_finish: bool) -> GpuEvent | None:
         queue, call = self._queue, self.call
         retention, events = queue.retention, queue.events
-        keep_alive, queue.keep_alive = queue.keep_alive, []
+        kept, self._kept = self._kept, []
+        if call is not None:
+            kept.extend(call.kept)
         if self.capture != 0:
-            retention.for_ever((call, keep_alive))
+            retention.for_ever((call, kept))
         if self.current is self.stream:
-            if keep_alive and self.capture == 0:
-                retention.until(events.record(self.stream), keep_alive)
+            if kept and self.capture == 0:
+                retention.until(events.record(self.stream), kept)
             return None
         end = events.record(self.stream)
         if self.capture == 0 and call is not None:
-            retention.until(end, (call.routing, keep_alive, self._outside_pool(call)))
+            retention.until(end, (call.routing, kept, self._outside_pool(call)))
         if async_finish:
             return GpuEvent(queue, end, tuple(self._outputs), tuple(self._borrowed))
         self.current.wait_event(end.event)
@@ -559,7 +570,7 @@ class Operation:
 
     def keep(self, thing: object) -> None:
         """Let something live until the operation is over; under capture, for ever."""
-        self._queue.keep_alive.append(thing)
+        self._kept.append(thing)
 
     # --------------------------------------------------------------------------------- waits
 

@@ -148,8 +148,11 @@ class HostEngine:
     def comm_stream(self) -> None:
         """See ``Engine.comm_stream``: the host has no streams."""
 
-    def get_dispatch_layout(self, topk_idx: NDArray[Any], num_experts: int) -> DispatchLayout:
-        """See ``Engine.get_dispatch_layout``."""
+    def get_dispatch_layout(
+        self, topk_idx: NDArray[Any], num_experts: int, kept: tuple[object, ...] = ()
+    ) -> DispatchLayout:
+        """See ``Engine.get_dispatch_layout``: it reads at once."""
+        del kept
         counted = get_dispatch_layout(topk_idx, num_experts, self._spec.num_ranks)
         return DispatchLayout(
             counted.num_tokens_per_rank, counted.num_tokens_per_expert, counted.is_token_in_rank
