@@ -27,7 +27,32 @@ __all__ = [
     "PeerTimeoutError",
     "PlatformError",
     "StateError",
+    "described",
+    "shown",
 ]
+
+
+_LONGEST = 200
+"""Characters of somebody's value in a message."""
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message: cut where it is long, replaced where ``repr`` itself fails."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a message about an error must not be the next error
+        return f"a {type(value).__name__} that cannot be shown"
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text.encode(errors="backslashreplace").decode()
+
+
+def described(error: BaseException) -> str:
+    """Class and text of an exception, whatever its ``str`` does."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - see above
+        return f"{type(error).__name__} (its text cannot be shown)"
+    return text.encode(errors="backslashreplace").decode()
 
 
 class DeepEPCupyError(Exception):

@@ -17,11 +17,12 @@ from deepep_cupy._version import __version__
 from deepep_cupy.api.advice import suggest_keywords
 from deepep_cupy.api.call_cache import CallCache
 from deepep_cupy.api.checks import Checker
-from deepep_cupy.api.config import BufferArguments, Config, agree, is_int
+from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.lifecycle import Lifecycle, State
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
+from deepep_cupy.api.values import new_array, wrong_flag, wrong_number
 from deepep_cupy.engines.calls import (
     CombineArguments,
     CombineOptions,
@@ -31,10 +32,10 @@ from deepep_cupy.engines.calls import (
     imported,
 )
 from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
-from deepep_cupy.engines.select import make_engine
+from deepep_cupy.engines.select import make_engine, too_large
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.headers import Kind
-from deepep_cupy.protocol.sizes import MAX_RANKS, pool_bytes_hint
+from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_RANKS, MAX_ROWS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
 from deepep_cupy.ranks.exit_guard import ExitGuard
 from deepep_cupy.ranks.group import Group
@@ -225,21 +226,20 @@ class Buffer:
             timeout_s=1,
             ranks_per_node=None,
         )
-        complaint = None
-        for name, value, high in (
-            ("num_ranks", num_ranks, MAX_RANKS),
-            ("expert_alignment", expert_alignment, 1 << 30),
-        ):
-            if not is_int(value) or not 1 <= value <= high:
-                complaint = (
-                    f"argument '{name}' must be a whole number from 1 to {high}, got {value!r}"
-                )
-                break
-        complaint = complaint or arguments.complaint(num_ranks)
+        complaint = (
+            wrong_number("num_ranks", num_ranks, 1, MAX_RANKS)
+            or wrong_number("expert_alignment", expert_alignment, 1, MAX_ROWS)
+            or wrong_flag("do_expand", do_expand)
+            or arguments.complaint(num_ranks)
+        )
         if complaint is not None:
             raise ContractError(f"size_hint(): {complaint}.")
-        alignment = expert_alignment if do_expand else None
-        return pool_bytes_hint(arguments.spec(0, num_ranks), expand_to=alignment)
+        spec = arguments.spec(0, num_ranks)
+        nbytes = pool_bytes_hint(spec, expand_to=int(expert_alignment) if do_expand else None)
+        complaint = too_large(spec, nbytes)
+        if complaint is not None:
+            raise ContractError(f"size_hint(): {complaint}.")
+        return nbytes
 
     def __repr__(self) -> str:
         if not hasattr(self, "_life"):
@@ -551,10 +551,11 @@ class Buffer:
             An array in the pool; the memory goes back to the pool when the array dies.
 
         Raises:
+            ContractError: On this rank, when an argument is wrong or the pool has no room.
             StateError: The Buffer is closed.
         """
         self._life.must_not_be_closed("empty")
-        return self._engine.empty(shape, dtype)
+        return self._engine.empty(*new_array("empty", shape, dtype))
 
     def peer_pointers(self) -> tuple[int, ...]:
         """Addresses of all ranks' regions of GPU memory, for kernels of your own.
@@ -637,7 +638,7 @@ class Buffer:
             ContractError: On this rank, when the number is wrong.
         """
         if num_sms is not None:
-            num_sms = self._checker.number("set_num_sms", "num_sms", num_sms, 1, 1 << 16)
+            num_sms = self._checker.number("set_num_sms", "num_sms", num_sms, 1, MAX_BLOCKS_WANTED)
         self._num_sms = num_sms
 
     @staticmethod
@@ -647,9 +648,14 @@ class Buffer:
         Collective: no.  Stream: none.  Host sync: no.
 
         Args:
-            num_ranks: R; any number.
+            num_ranks: R; any number from 1 on.
+
+        Raises:
+            ContractError: It is none.
         """
-        del num_ranks
+        complaint = wrong_number("num_ranks", num_ranks, 1, MAX_ROWS)
+        if complaint is not None:
+            raise ContractError(f"get_dispatch_config(): {complaint}.")
         return Config()
 
     @staticmethod
@@ -659,9 +665,14 @@ class Buffer:
         Collective: no.  Stream: none.  Host sync: no.
 
         Args:
-            num_ranks: R; any number.
+            num_ranks: R; any number from 1 on.
+
+        Raises:
+            ContractError: It is none.
         """
-        del num_ranks
+        complaint = wrong_number("num_ranks", num_ranks, 1, MAX_ROWS)
+        if complaint is not None:
+            raise ContractError(f"get_combine_config(): {complaint}.")
         return Config()
 
     # ---------------------------------------------------------------------------------- its life

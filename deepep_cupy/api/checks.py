@@ -14,9 +14,10 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from deepep_cupy.api import advice
-from deepep_cupy.api.config import Config, is_int, resolve_dtype
+from deepep_cupy.api.config import Config
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.values import is_int, misfit, resolve_dtype
 from deepep_cupy.engines.calls import (
     HERE,
     CombineArguments,
@@ -32,7 +33,7 @@ from deepep_cupy.engines.calls import (
     Streams,
     listed,
 )
-from deepep_cupy.errors import ContractError
+from deepep_cupy.errors import ContractError, shown
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
@@ -41,7 +42,7 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     describe_refusal,
 )
-from deepep_cupy.protocol.sizes import BufferSpec, num_scales
+from deepep_cupy.protocol.sizes import MAX_EXPERTS, BufferSpec, num_scales
 from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.reference.quant import QUANTIZABLE
 
@@ -184,7 +185,7 @@ class Checker:
         """True or False; 0 and 1 are refused."""
         if isinstance(value, bool | np.bool_):
             return bool(value)
-        return self.refuse(operation, argument, f"must be True or False, got {value!r}")
+        return self.refuse(operation, argument, f"must be True or False, got {shown(value)}")
 
     def one_of(self, operation: str, argument: str, value: object, known: tuple[Any, ...]) -> Any:
         """One of these names."""
@@ -192,14 +193,14 @@ class Checker:
             if isinstance(value, str) and value == each:
                 return each
         names = " or ".join(repr(each) for each in known)
-        return self.refuse(operation, argument, f"must be {names}, got {value!r}")
+        return self.refuse(operation, argument, f"must be {names}, got {shown(value)}")
 
     def number(self, operation: str, argument: str, value: object, low: int, high: int) -> int:
         """A whole number in these bounds."""
-        if isinstance(value, int | np.integer) and is_int(value) and low <= value <= high:
+        if is_int(value) and low <= value <= high:
             return int(value)
         return self.refuse(
-            operation, argument, f"must be a whole number from {low} to {high}, got {value!r}"
+            operation, argument, f"must be a whole number from {low} to {high}, got {shown(value)}"
         )
 
     def need(self, operation: str, argument: str, mode: str) -> None:
@@ -216,19 +217,9 @@ class Checker:
         self, operation: str, argument: str, array: Any, shape: _Shape, dtypes: _Dtypes
     ) -> None:
         """Compare shape and dtype with what is wanted."""
-        got = tuple(array.shape)
-        sizes = tuple(shape.values())
-        fits = len(got) == len(sizes) and all(
-            want in (None, have) for want, have in zip(sizes, got, strict=True)
-        )
-        if fits and (dtypes is None or np.dtype(array.dtype) in dtypes):
-            return
-        names = ", ".join(shape)
-        numbers = ", ".join("any" if size is None else str(size) for size in sizes)
-        wanted = f"shape [{names}] = [{numbers}]"
-        if dtypes is not None:
-            wanted += f" and dtype {' or '.join(str(dtype) for dtype in dtypes)}"
-        self.refuse(operation, argument, f"must have {wanted}, got shape {got}, {array.dtype}")
+        complaint = misfit(array, shape, dtypes)
+        if complaint is not None:
+            self.refuse(operation, argument, complaint)
 
     def array(
         self, operation: str, argument: str, value: object, shape: _Shape, dtypes: _Dtypes
@@ -308,7 +299,7 @@ class Checker:
             view=view,
             signature=made,
             expert_alignment=alignment,
-            own=options.own,
+            own=self.flag("dispatch", "own", options.own),
             scales_layout=layout,
             quantize=quantize,
             num_worst_tokens=worst,
@@ -368,8 +359,8 @@ class Checker:
     def _view(self, x: Any, dtype: object) -> np.dtype[Any]:
         try:
             wanted = resolve_dtype(dtype)
-        except (TypeError, ValueError):
-            self._wrong("dtype", f"must be a dtype of NumPy or ml_dtypes, got {dtype!r}")
+        except TypeError:
+            self._wrong("dtype", f"must be a dtype of NumPy or ml_dtypes, got {shown(dtype)}")
         if wanted.itemsize != x.dtype.itemsize:
             self._wrong(
                 "dtype",
@@ -435,7 +426,8 @@ class Checker:
         return topk_idx
 
     def _alignment(self, options: DispatchOptions, handle: DispatchHandle | None) -> int:
-        value = self.number("dispatch", "expert_alignment", options.expert_alignment, 1, 1 << 30)
+        most = self._spec.max_alignment
+        value = self.number("dispatch", "expert_alignment", options.expert_alignment, 1, most)
         if handle is None:
             return value
         fixed = handle.expert_alignment
@@ -550,7 +542,7 @@ class Checker:
             x=rows, topk_weights=weights, bias=biases, out=out, row_weights=row_weights
         )
         return taken, CombinePlan(
-            own=options.own,
+            own=self.flag("combine", "own", options.own),
             reduce=reduce,
             num_sms=self.num_sms("combine", options.config) or options.num_sms,
             streams=self.streams_of_plan("combine", given.previous_event, options),
@@ -585,11 +577,13 @@ class Checker:
         """Check the arguments of ``get_dispatch_layout``; a failure concerns this rank alone."""
         operation, spec = "get_dispatch_layout", self._spec
         number = spec.num_experts if num_experts is None else num_experts
-        if not is_int(number) or number < 1 or number % spec.num_ranks:
+        right = is_int(number) and 1 <= number <= MAX_EXPERTS
+        if not is_int(number) or not right or number % spec.num_ranks:
             self.refuse(
                 operation,
                 "num_experts",
-                f"must be a positive multiple of the {spec.num_ranks} ranks, got {number!r}",
+                f"must be a positive multiple of the {spec.num_ranks} ranks up to {MAX_EXPERTS}, "
+                f"got {shown(number)}",
             )
         shape = {"num_tokens": None, "num_topk": None}
         return self.array(operation, "topk_idx", topk_idx, shape, _INDEX), int(number)

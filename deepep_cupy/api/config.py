@@ -6,20 +6,34 @@ the constructor.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from deepep_cupy import env
+from deepep_cupy.api.values import is_int, resolve_dtype, wrong_number
 from deepep_cupy.engines.select import ENGINES
-from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError
-from deepep_cupy.protocol.sizes import MAX_EXPERTS, MAX_RANKS, MAX_TOPK, BufferSpec
+from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError, shown
+from deepep_cupy.protocol.control_block import ControlLayout
+from deepep_cupy.protocol.headers import REGION_BYTES
+from deepep_cupy.protocol.sizes import (
+    MAX_BLOCKS_WANTED,
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_ROW_BYTES,
+    MAX_ROWS,
+    MAX_TIMEOUT_S,
+    MAX_TOPK,
+    BufferSpec,
+)
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["BufferArguments", "Config", "agree", "is_int", "resolve_dtype"]
+__all__ = [
+    "BufferArguments",
+    "Config",
+    "agree",
+]
 
 
 # ------------------------ ``Config``: DeepEP V1's settings of queues, of which there are none here
@@ -49,11 +63,10 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ContractError(
-                    f"Config(): argument '{field.name}' must be a whole number from 1 on, got "
-                    f"{value!r}."
-                )
+            high = MAX_BLOCKS_WANTED if field.name == "num_sms" else MAX_ROWS
+            complaint = wrong_number(field.name, value, 1, high)
+            if complaint is not None:
+                raise ContractError(f"Config(): {complaint}.")
 
 
 _LOCAL_FIELDS = ("num_sms", "device")
@@ -83,18 +96,17 @@ class BufferArguments:
             ("hidden", 1, 1 << 30, False),
             ("num_topk", 0, MAX_TOPK, False),
             ("num_experts", 1, MAX_EXPERTS, True),
-            ("pool_bytes", 1, 1 << 50, True),
-            ("num_sms", 1, 1 << 16, True),
+            ("pool_bytes", 1, REGION_BYTES, True),
+            ("num_sms", 1, MAX_BLOCKS_WANTED, True),
             ("device", 0, 1 << 16, True),
             ("ranks_per_node", 1, 1 << 16, True),
         ):
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if not is_int(value) or not low <= value <= high:
-                return (
-                    f"argument '{name}' must be a whole number from {low} to {high}, got {value!r}"
-                )
+            complaint = wrong_number(name, value, low, high)
+            if complaint is not None:
+                return complaint
         if self.num_experts is not None and self.num_experts % num_ranks:
             return (
                 f"argument 'num_experts' must be a multiple of the {num_ranks} ranks, got "
@@ -105,31 +117,65 @@ class BufferArguments:
                 f"argument 'num_experts' must be given where num_topk = {self.num_topk}; "
                 f"num_topk=0 is for dispatch by is_token_in_rank alone"
             )
-        return self._complaint_about_the_rest()
+        return self._complaint_about_the_rest() or self._complaint_about_products(num_ranks)
 
     def _complaint_about_the_rest(self) -> str | None:
         seconds = self.timeout_s
-        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-            return f"argument 'timeout_s' must be a positive number of seconds, got {seconds!r}"
-        if self.engine not in ENGINES:
-            return f"argument 'engine' must be one of {', '.join(ENGINES)}, got {self.engine!r}"
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            return (
+                f"argument 'timeout_s' must be a positive number of seconds, got {shown(seconds)}"
+            )
+        if not seconds <= MAX_TIMEOUT_S:
+            return (
+                f"argument 'timeout_s' must be a positive number of seconds up to "
+                f"{MAX_TIMEOUT_S:g} (31 years), got {shown(seconds)}"
+            )
+        if not isinstance(self.engine, str) or self.engine not in ENGINES:
+            names = ", ".join(ENGINES)
+            return f"argument 'engine' must be one of {names}, got {shown(self.engine)}"
         try:
             resolve_dtype(self.dtype)
-        except (TypeError, ValueError):
-            return f"argument 'dtype' must be a dtype of NumPy or ml_dtypes, got {self.dtype!r}"
+        except TypeError:
+            return (
+                f"argument 'dtype' must be a dtype of NumPy or ml_dtypes, got {shown(self.dtype)}"
+            )
+        return None
+
+    def _complaint_about_products(self, num_ranks: int) -> str | None:
+        """Sizes that are right one by one, and together more than 32-bit words can count."""
+        spec = self.spec(0, num_ranks)
+        if spec.max_row_bytes > MAX_ROW_BYTES:
+            return (
+                f"arguments 'hidden' and 'dtype' must make rows of at most {MAX_ROW_BYTES} bytes, "
+                f"got {self.hidden} × {spec.itemsize}"
+            )
+        if spec.max_copies > MAX_ROWS:
+            most = MAX_ROWS * spec.num_max_tokens_per_rank // spec.max_copies
+            return (
+                f"argument 'num_max_tokens_per_rank' must be at most {most} for {num_ranks} ranks "
+                f"and num_topk = "
+                f"{spec.num_topk}, because rows are counted in 32 bits, got "
+                f"{self.num_max_tokens_per_rank}"
+            )
+        control = ControlLayout(num_ranks, spec.num_experts or 0).nbytes
+        if (spec.pool_bytes or 0) > REGION_BYTES - control:
+            return (
+                f"argument 'pool_bytes' must be at most {REGION_BYTES - control} (64 GiB less what "
+                f"the ranks' control block takes), got {self.pool_bytes}"
+            )
         return None
 
     def comparable(self) -> dict[str, str]:
         """Field → text, for the fields that must be equal on all ranks."""
         texts = {
-            each.name: repr(_plain(getattr(self, each.name)))
+            each.name: shown(_plain(getattr(self, each.name)))
             for each in fields(self)
             if each.name not in _LOCAL_FIELDS
         }
         try:
             texts["dtype"] = repr(resolve_dtype(self.dtype).name)
-        except (TypeError, ValueError):
-            texts["dtype"] = repr(self.dtype)
+        except TypeError:
+            texts["dtype"] = shown(self.dtype)
         return texts
 
     def spec(self, rank: int, num_ranks: int) -> BufferSpec:
@@ -148,19 +194,6 @@ class BufferArguments:
             dtype=dtype.name,
             itemsize=dtype.itemsize,
         )
-
-
-def resolve_dtype(dtype: Any) -> np.dtype[Any]:
-    """A NumPy dtype from what a user writes: ``"bfloat16"``, ``np.float32``, a dtype, …
-
-    Raises:
-        TypeError: It names no dtype of NumPy or ml_dtypes, or one with references.
-    """
-    known = getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype
-    resolved = np.dtype(known)
-    if dtype is None or resolved.hasobject or resolved.itemsize == 0:
-        raise TypeError(f"{dtype!r} is no dtype of plain bytes")
-    return resolved
 
 
 def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
@@ -217,11 +250,6 @@ def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | No
             f"comm.Split_type(MPI.COMM_TYPE_SHARED)"
         )
     return None
-
-
-def is_int(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number, of Python or of NumPy."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

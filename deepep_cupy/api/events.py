@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from deepep_cupy.engines.calls import Event
+from deepep_cupy.errors import ContractError, shown
 
 __all__ = ["EventOverlap"]
 
@@ -28,9 +29,17 @@ class EventOverlap:
     Args:
         event: The engine's event, or None for one without effect.
         extra_tensors: Arrays to keep alive as long as this object lives.
+
+    Raises:
+        ContractError: ``event`` is no event.
     """
 
     def __init__(self, event: Event | None = None, extra_tensors: Any = None) -> None:
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise ContractError(
+                f"EventOverlap(): argument 'event' must be an engine's event or None, got "
+                f"{shown(event)}."
+            )
         self.event = event
         self.extra_tensors = extra_tensors
         self._hook: Callable[[], object] | None = None
@@ -57,7 +66,15 @@ class EventOverlap:
 
         Args:
             hook: Takes nothing; what it returns is dropped.
+
+        Raises:
+            ContractError: It cannot be called.
         """
+        if not callable(hook):
+            raise ContractError(
+                f"register_hook_after_wait(): argument 'hook' must be a function, got "
+                f"{shown(hook)}."
+            )
         self._hook = hook
 
     def __call__(self, release_handle: bool = False) -> Self:

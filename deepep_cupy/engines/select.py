@@ -8,14 +8,16 @@ from deepep_cupy import env
 from deepep_cupy.engines.gpu.topology import survey
 from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.engines.protocol import Engine
-from deepep_cupy.errors import PlatformError
+from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.log import logger
 from deepep_cupy.memory.region import RegionError
-from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.protocol.control_block import ControlLayout
+from deepep_cupy.protocol.headers import REGION_BYTES
+from deepep_cupy.protocol.sizes import BufferSpec, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
 from deepep_cupy.ranks.group import Group
 
-__all__ = ["ENGINES", "make_engine", "why_not_cuda"]
+__all__ = ["ENGINES", "make_engine", "too_large", "why_not_cuda"]
 
 ENGINES = ("auto", "cuda", "host")
 
@@ -33,6 +35,7 @@ def make_engine(
         device: GPU of this rank, ``None`` for the default.
 
     Raises:
+        ContractError: On every rank, when the GPUs' pools would be too large to be addressed.
         PlatformError: On every rank, when ``engine="cuda"`` and a rank cannot, or when there is
             too little GPU memory on a rank.
     """
@@ -41,6 +44,9 @@ def make_engine(
     topology = survey(group, device, local_rank=env.launcher_local_rank())
     against = topology.verdict() or _who_has_no_compiler(group)
     if not against:
+        complaint = too_large(spec, spec.pool_bytes or pool_bytes_hint(spec))
+        if complaint is not None:
+            raise ContractError(f"Buffer(): {complaint}.")
         from deepep_cupy.engines.gpu.engine import CudaEngine
 
         try:
@@ -57,6 +63,18 @@ def make_engine(
     if group.rank == 0:
         logger.info("running on the host engine: %s", against)
     return HostEngine(group, board, spec)
+
+
+def too_large(spec: BufferSpec, pool_bytes: int) -> str | None:
+    """What to say of a pool on GPUs that offsets in headers do not reach; None: they reach it."""
+    most = REGION_BYTES - ControlLayout(spec.num_ranks, spec.num_experts or 0).nbytes
+    if pool_bytes <= most:
+        return None
+    return (
+        f"these sizes need a pool of {pool_bytes / 2**30:.1f} GiB on each rank, and 64 GiB can be "
+        f"addressed; lower num_max_tokens_per_rank or hidden, or give pool_bytes of at most {most} "
+        f"where calls are smaller"
+    )
 
 
 def _who_has_no_compiler(group: Group) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "ARGUMENTS",
     "DTYPE_CODES",
     "OFFSET_UNIT",
+    "REGION_BYTES",
     "SCALE_CODES",
     "SIGNATURE",
     "WORDS",
@@ -57,6 +58,8 @@ __all__ = [
 
 OFFSET_UNIT = 16
 """Offsets into the symmetric region travel in this unit, so that 32 bits reach 64 GiB."""
+REGION_BYTES = OFFSET_UNIT << 32
+"""Bytes of the symmetric region that such offsets reach."""
 
 
 class Kind(IntEnum):

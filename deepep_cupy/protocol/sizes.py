@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from deepep_cupy.protocol.control_block import ALIGNMENT, align
 
 __all__ = [
+    "MAX_BLOCKS_WANTED",
     "MAX_EXPERTS",
     "MAX_RANKS",
+    "MAX_ROWS",
+    "MAX_ROW_BYTES",
+    "MAX_TIMEOUT_S",
     "MAX_TOPK",
     "SCALE_GROUP",
     "BufferSpec",
@@ -23,6 +27,14 @@ MAX_TOPK = 32
 """Choices per token: one lane of a warp each."""
 MAX_EXPERTS = 1 << 20
 """Experts in all."""
+MAX_BLOCKS_WANTED = 1 << 16
+"""``num_sms``; a kernel takes fewer where the GPU has fewer."""
+MAX_ROWS = (1 << 31) - 1
+"""Rows of one array: their numbers, counts and sums of counts are int32."""
+MAX_ROW_BYTES = 1 << 30
+"""Bytes of one row: with its scales they are a 32-bit word."""
+MAX_TIMEOUT_S = 1e9
+"""Kernels count nanoseconds in 64 bits from the time of day on."""
 SCALE_GROUP = 128
 """Channels of a row that share a scale."""
 
@@ -67,6 +79,17 @@ class BufferSpec:
     def max_recv_tokens(self) -> int:
         """R * M: the most rows one rank can receive in one call."""
         return self.num_ranks * self.num_max_tokens_per_rank
+
+    @property
+    def max_copies(self) -> int:
+        """The most rows of the expanded layout that real tokens of one call can fill."""
+        return self.max_recv_tokens * max(1, min(self.num_topk, self.num_local_experts))
+
+    @property
+    def max_alignment(self) -> int:
+        """The largest ``expert_alignment``: each local expert's rows are rounded up to it, and the
+        sum must stay an int32."""
+        return (MAX_ROWS - self.max_copies) // max(1, self.num_local_experts) + 1
 
 
 _LIVE_DISPATCHES = 3

@@ -14,6 +14,7 @@ import deepep_cupy
 from deepep_cupy import env
 from deepep_cupy.api.lifecycle import _LEGAL, State
 from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.engines.select import too_large
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
@@ -97,6 +98,64 @@ def test_size_hint_grows_with_what_it_holds():
             deepep_cupy.Buffer.size_hint(**(sizes | wrong), num_experts=256)
     with pytest.raises(ContractError, match=r"size_hint\(\): argument 'hidden'"):
         deepep_cupy.Buffer.size_hint(**(sizes | {"hidden": 0}), num_experts=256)
+
+
+SIZES = {"num_ranks": 8, "num_max_tokens_per_rank": 24576, "hidden": 7168, "num_topk": 8}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_ranks": True},
+        {"num_ranks": -1},
+        {"num_ranks": "2"},
+        {"expert_alignment": 1.5},
+        {"expert_alignment": True},
+        {"do_expand": "no"},
+        {"do_expand": 1},
+        {"num_experts": "a"},
+        {"hidden": None},
+    ],
+)
+def test_size_hint_checks_what_it_is_given(wrong):
+    sizes = SIZES | {"num_experts": 256, "num_max_tokens_per_rank": 128}
+    name = next(iter(wrong))
+    with pytest.raises(ContractError, match=rf"^size_hint\(\): argument '{name}' must be "):
+        deepep_cupy.Buffer.size_hint(**(sizes | wrong))
+
+
+def test_a_pool_that_headers_cannot_address_is_refused_before_it_is_made():
+    recipe = SIZES | {"num_experts": 256, "do_expand": True}
+    with pytest.raises(ContractError, match=r"^size_hint\(\): these sizes need .* 64 GiB can be"):
+        deepep_cupy.Buffer.size_hint(**recipe)
+    assert deepep_cupy.Buffer.size_hint(**(recipe | {"num_max_tokens_per_rank": 4096})) < 64 << 30
+    sizes = {
+        "num_ranks": 8,
+        "rank": 0,
+        "num_max_tokens_per_rank": 1 << 20,
+        "max_row_bytes": 14336,
+        "num_topk": 8,
+        "num_experts": 256,
+        "timeout_s": 1.0,
+    }
+    assert too_large(BufferSpec(**sizes), 65 << 30)
+    assert too_large(BufferSpec(**sizes), (64 << 30) - 1)  # the control block comes first
+    assert too_large(BufferSpec(**sizes), 63 << 30) is None
+
+
+def test_settings_and_events_check_what_they_are_given():
+    for wrong in (0, True, 1.0, "20", 1 << 40, None):
+        with pytest.raises(ContractError, match=r"^Config\(\): argument 'num_sms' must be a whole"):
+            deepep_cupy.Config(num_sms=wrong)
+        for name in ("get_dispatch_config", "get_combine_config"):
+            with pytest.raises(ContractError, match=rf"^{name}\(\): argument 'num_ranks' must be"):
+                getattr(deepep_cupy.Buffer, name)(wrong)
+    assert deepep_cupy.Config(np.int64(3)).num_sms == 3
+    for wrong in (3, "event", object()):
+        with pytest.raises(ContractError, match=r"^EventOverlap\(\): argument 'event'"):
+            deepep_cupy.EventOverlap(wrong)
+        with pytest.raises(ContractError, match=r"argument 'hook' must be a function"):
+            deepep_cupy.EventOverlap().register_hook_after_wait(wrong)
 
 
 def test_states():

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from deepep_cupy.api.checks import Checker
-from deepep_cupy.api.config import BufferArguments, resolve_dtype
+from deepep_cupy.api.config import BufferArguments
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.results import DispatchResult
-from deepep_cupy.engines.calls import CombineArguments, Signature
+from deepep_cupy.api.values import new_array, resolve_dtype
+from deepep_cupy.engines.calls import CombineArguments, CombineOptions, Signature
 from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
@@ -39,9 +40,13 @@ def import_array(operation, argument, value):
     return value
 
 
+def alone():
+    return Checker(spec(), 7, import_array, ALL_MODES, import_array)
+
+
 @pytest.fixture
 def checker():
-    return always_checked(Checker(spec(), 7, import_array, ALL_MODES, import_array), M)
+    return always_checked(alone(), M)
 
 
 def handle(buffer=7, num_tokens=4, rows=5, num_topk=K, layout=Layout.TOPK):
@@ -240,6 +245,57 @@ def test_messages_say_wanted_got_and_where(checker):
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "argument"),
+    [
+        (3, "float32", "shape"),
+        ((-1, 2), "float32", "shape"),
+        ((1.5,), "float32", "shape"),
+        ((True,), "float32", "shape"),
+        ("12", "float32", "shape"),
+        ((1 << 40, 1 << 40), "float32", "shape"),
+        ((3,), "no dtype", "dtype"),
+        ((3,), object, "dtype"),
+        ((3,), None, "dtype"),
+    ],
+)
+def test_new_arrays_are_checked(shape, dtype, argument):
+    with pytest.raises(ContractError, match=rf"^empty\(\): argument '{argument}' must "):
+        new_array("empty", shape, dtype)
+
+
+def test_right_new_arrays():
+    assert new_array("empty", [np.int64(3), 0], "f4") == ((3, 0), np.float32)
+
+
+@pytest.mark.parametrize("number", [0, 3, -2, True, 2.0, "2", 1 << 21])
+def test_layouts_check_the_number_of_experts(number):
+    with pytest.raises(ContractError, match="argument 'num_experts' must be a positive multiple"):
+        alone().layout(np.zeros((4, K), np.int64), number)
+
+
+def test_own_is_true_or_false(checker):
+    for wrong in (1, "no", None):
+        with pytest.raises(ContractError, match=r"dispatch\(\): argument 'own' must be True or"):
+            checker.dispatch(given(own=wrong))
+        back = CombineArguments(
+            np.zeros((5, H), np.float32), handle(), options=CombineOptions(own=wrong)
+        )
+        with pytest.raises(ContractError, match=r"combine\(\): argument 'own' must be True or"):
+            alone().combine(back)
+
+
+def test_alignments_leave_row_numbers_in_32_bits(checker):
+    local, copies = E // R, R * M * K
+    most = (2**31 - 1 - copies) // local + 1
+    assert copies + local * (most - 1) <= 2**31 - 1 < copies + local * most
+    call, _ = checker.dispatch(given(expert_alignment=most))
+    assert call.plan.expert_alignment == most
+    for wrong in (most + 1, 1 << 30, 1 << 31):
+        with pytest.raises(ContractError, match=rf"whole number from 1 to {most}, got {wrong}"):
+            checker.dispatch(given(expert_alignment=wrong))
+
+
 # -------------------------------------------------------------------------- the constructor's
 
 
@@ -282,6 +338,17 @@ def test_right_constructors():
         ("num_experts", 0),
         ("num_experts", None),
         ("num_sms", 0),
+        ("timeout_s", 1e12),
+        ("timeout_s", True),
+        ("pool_bytes", 1 << 50),
+        ("pool_bytes", 64 << 30),
+        ("num_max_tokens_per_rank", 1 << 30),
+        ("hidden", 1 << 30),
+        ("engine", np.zeros(3)),
+        ("dtype", "__doc__"),
+        ("dtype", "__name__"),
+        ("dtype", "finfo"),
+        ("dtype", "(2,)f4"),
         ("num_sms", True),
         ("pool_bytes", -1),
         ("device", -1),
