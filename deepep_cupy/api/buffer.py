@@ -37,7 +37,7 @@ from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_RANKS, MAX_ROWS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
-from deepep_cupy.ranks.exit_guard import ExitGuard
+from deepep_cupy.ranks.exit_guard import ExitGuard, print_errors_once
 from deepep_cupy.ranks.group import Group
 
 __all__ = ["Buffer"]
@@ -111,6 +111,7 @@ class Buffer:
             timeout_s=timeout_s,
             ranks_per_node=ranks_per_node,
         )
+        print_errors_once()
         group = _make_group(comm)
         board = None
         try:

@@ -207,23 +207,27 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
     platform = _complaint_about_ranks(group, arguments)
     mine = {"version of deepep_cupy": version, **arguments.comparable()}
     ranks = group.allgather((complaint, platform, mine))
-    _raise_first(PlatformError, [each[1] for each in ranks])
+    _raise_first(PlatformError, [each[1] for each in ranks], group.rank)
     compared = [each[2] for each in ranks]
     for field in mine:
         values = [each.get(field) for each in compared]
         if len(set(values)) > 1:
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ContractError(
+            error = ContractError(
                 f"Buffer(): '{field}' must be the same on all ranks, got {listing}."
             )
-    _raise_first(ContractError, [each[0] for each in ranks])
+            error.told_elsewhere = group.rank > 0
+            raise error
+    _raise_first(ContractError, [each[0] for each in ranks], group.rank)
     return arguments.spec(group.rank, group.size)
 
 
-def _raise_first(kind: type[DeepEPCupyError], complaints: list[str | None]) -> None:
+def _raise_first(kind: type[DeepEPCupyError], complaints: list[str | None], me: int) -> None:
     for rank, complaint in enumerate(complaints):
         if complaint is not None:
-            raise kind(f"Buffer(): {complaint}, on rank {rank}.")
+            error = kind(f"Buffer(): {complaint}, on rank {rank}.")
+            error.told_elsewhere = rank != me
+            raise error
 
 
 def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | None:

@@ -57,9 +57,11 @@ def make_engine(
                 raise
             against = str(error)
     if engine == "cuda":
-        raise PlatformError(
+        refused = PlatformError(
             f"Buffer(): engine='cuda' is not possible ({against}); mend that, or use engine='host'."
         )
+        refused.told_elsewhere = group.rank > 0
+        raise refused
     if group.rank == 0:
         logger.info("running on the host engine: %s", against)
     return HostEngine(group, board, spec)

@@ -53,6 +53,7 @@ __all__ = [
     "dtype_code",
     "dtype_name",
     "layout_word",
+    "refused_elsewhere",
     "verdict",
 ]
 
@@ -258,6 +259,11 @@ def _overflow(
                 f"num_worst_tokens = {header['capacity']}; nothing was moved on any rank."
             )
     return None
+
+
+def refused_elsewhere(headers: Sequence[Mapping[str, int]], rank: int) -> bool:
+    """Whether other ranks refused their arguments, and ``rank`` did not."""
+    return any(header["refusal"] for header in headers) and not headers[rank]["refusal"]
 
 
 def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | None:

@@ -3,7 +3,10 @@
 ``MPI_Finalize`` waits for all ranks. A process that ends after a rank was late, or by an
 exception that the others do not know of, would wait there for ever, and they for it. So an
 ``atexit`` hook, registered after mpi4py is imported and thus run before it finalizes, ends the
-whole program with ``MPI_Abort`` in these cases.
+whole program with ``MPI_Abort`` in these cases. After an exception that nobody caught it does so
+too where all Buffers are closed.
+
+An error that all ranks raise is printed once, by the rank at fault: the others print one line.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from types import TracebackType
 
+from deepep_cupy.errors import DeepEPCupyError
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.group import Group
 
@@ -43,6 +48,7 @@ class ExitGuard:
 
     def begin(self) -> None:
         """Start to watch."""
+        _groups[:] = [self.group]
         if not _guards:
             atexit.unregister(_at_exit)
             atexit.register(_at_exit)
@@ -55,6 +61,27 @@ class ExitGuard:
 
 
 _guards: list[ExitGuard] = []
+_groups: list[Group] = []
+"""The ranks of the last Buffer, which need no longer be there: they know how to end the program."""
+
+
+def print_errors_once() -> None:
+    """From now on an error that another rank tells in full is one line here, if nobody catches
+    it; all others go to the ``sys.excepthook`` that was there."""
+    before = sys.excepthook
+    if getattr(before, "prints_once", False):
+        return
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, DeepEPCupyError) and error.told_elsewhere:
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
+        else:
+            before(kind, error, traceback)
+
+    hook.prints_once = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def _at_exit() -> None:
@@ -62,11 +89,12 @@ def _at_exit() -> None:
     uncaught = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     fatal = [guard for guard in _guards if guard.group.size > 1 and (guard.doomed or uncaught)]
     if not fatal:
+        if uncaught and _groups and _groups[0].world_size > 1:
+            time.sleep(_GRACE_S)
+            _flush()
+            _groups[0].abort(1)
         return
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+    _flush()
     first = fatal[0]
     error = getattr(sys, "last_value", None)
     text = "it ends" if error is None else f"{type(error).__name__}: {error}"
@@ -79,3 +107,10 @@ def _at_exit() -> None:
     while time.monotonic() < deadline and not first.board.all_exiting():
         time.sleep(0.005)
     first.group.abort(first.code)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()

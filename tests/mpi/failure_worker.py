@@ -303,6 +303,31 @@ def raises_bare(comm):
 
 
 @scenario
+def raises_after_close(comm):
+    """Rank 1 raises when no Buffer is open, and the others wait for it in MPI."""
+    with make(comm) as buffer:
+        buffer.barrier()
+    if comm.rank == BAD:
+        raise ValueError("the batch is bad")
+    comm.Barrier()
+
+
+@scenario
+def refused(comm):
+    """Rank 1 has a wrong argument, and nobody catches the error that all raise."""
+    trip = RoundTrip(comm, 1)
+    with make(comm) as buffer:
+        tokens = M - 1 if comm.rank == BAD else M
+        buffer.dispatch(trip.x[comm.rank][:tokens], topk_idx=trip.idx[comm.rank])
+
+
+@scenario
+def constructed(comm):
+    """Nothing but a Buffer."""
+    make(comm)
+
+
+@scenario
 def raises_and_is_caught(comm):
     """An exception on every rank, caught outside: the next Buffer works, the end is good."""
     trip = RoundTrip(comm, 1)

@@ -153,6 +153,40 @@ def test_exception_on_one_rank(name):
         assert wanted in run.outputs[rank], run
 
 
+def test_exception_after_close():
+    """``mpirun python`` without ``-m mpi4py``: nobody waits for a rank that has ended."""
+    run = ends("raises_after_close")
+    assert run.returncode != 0, run
+    assert "ValueError: the batch is bad" in run.outputs[BAD], run
+
+
+def only_line_of(output):
+    """What a rank said, without the line about the engine and those of MPI."""
+    said = [line for line in output.splitlines() if line.startswith(("Traceback", "deepep_cupy.e"))]
+    (line,) = said
+    return line
+
+
+def test_a_refusal_is_one_traceback_and_one_line_on_each_other_rank():
+    run = ends("refused")
+    assert run.returncode != 0, run
+    assert run.outputs[BAD].count("Traceback") == 1, run
+    assert "'topk_idx' must have shape" in run.outputs[BAD], run
+    for rank in GOOD:
+        line = only_line_of(run.outputs[rank])
+        assert line.startswith("deepep_cupy.errors.ContractError: dispatch(): rank 1 refused"), run
+
+
+def test_too_many_ranks_are_one_traceback():
+    run = run_ranks(WORKER, 9, "constructed", limit_s=60.0)
+    assert run.returncode != 0, run
+    assert run.outputs[0].count("Traceback") == 1, run
+    for output in run.outputs[1:]:
+        assert only_line_of(output).startswith("deepep_cupy.errors.PlatformError: Buffer(): the"), (
+            run
+        )
+
+
 def test_exception_that_one_rank_catches_outside():
     """The others hear of it at once, and that they end is not held up by their limit."""
     run = ends("raises_and_stays")

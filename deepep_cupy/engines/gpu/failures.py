@@ -30,7 +30,7 @@ from deepep_cupy.protocol.control_block import (
     Verdict,
     header_words,
 )
-from deepep_cupy.protocol.headers import ARGUMENTS, WORDS, Kind, verdict
+from deepep_cupy.protocol.headers import ARGUMENTS, WORDS, Kind, refused_elsewhere, verdict
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortReason
 from deepep_cupy.ranks.rendezvous import Rendezvous, name_ranks
@@ -266,9 +266,11 @@ class FailureMonitor:
             num_experts=self._spec.num_experts,
             counts=record.counts,
         )
-        return ContractError(
+        error = ContractError(
             text or f"{record.operation}(): the ranks refused it; nothing was moved on any rank."
         )
+        error.told_elsewhere = refused_elsewhere(record.headers, self._spec.rank)
+        return error
 
     def _failure(self, record: Record) -> DeepEPCupyError:
         rank, operation = self._spec.rank, record.operation

@@ -39,6 +39,7 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     dtype_code,
     layout_word,
+    refused_elsewhere,
     verdict,
 )
 from deepep_cupy.protocol.sizes import BufferSpec, worst_expanded_rows
@@ -425,7 +426,9 @@ class HostEngine:
             counts=headers[:, num_words:].tolist(),
         )
         if wrong is not None:
-            raise ContractError(wrong)
+            error = ContractError(wrong)
+            error.told_elsewhere = refused_elsewhere(texts, spec.rank)
+            raise error
         counts_of: NDArray[np.int64] = headers[:, num_words:]
         return counts_of
 
