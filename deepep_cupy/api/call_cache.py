@@ -113,7 +113,7 @@ def _others(given: DispatchArguments, array_key: ArrayKey, tokens: int) -> Key |
         seen = None if array is None else array_key(array, False)
         if seen is None and array is not None:
             return None
-        parts.append(seen)
+        parts.append(None if seen is None else seen[:2])
     return tuple(parts)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, SupportsDLPack
 from deepep_cupy.errors import ContractError
-from deepep_cupy.protocol.headers import dtype_code
+from deepep_cupy.protocol.headers import dtype_code, dtype_label
 
 __all__ = ["FLOAT8", "ArrayImporter", "address", "dtype_code_of", "take_dlpack"]
 
@@ -132,7 +132,7 @@ class ArrayImporter:
         # CuPy makes an object of its flags for every question, which takes longer than the rest.
         contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
         self._look: Callable[[object], tuple[Any, ...]] = attrgetter(
-            "shape", "dtype", "data.device_id", contiguous
+            "shape", "dtype", "data.device_id", contiguous, "data.ptr"
         )
 
     def __call__(
@@ -157,6 +157,14 @@ class ArrayImporter:
                 argument,
                 f"on device {self._device}, the Buffer's, got an array on device {array.device.id}",
             )
+        if array.size and array.data.ptr % array.dtype.alignment:
+            raise self._refused(
+                operation,
+                argument,
+                f"at an address that is a multiple of {array.dtype.alignment} bytes, as GPUs read "
+                f"{array.dtype}, got address {array.data.ptr:#x} (a view into bytes?); .copy() "
+                f"makes it so",
+            )
         if strided:
             return self._with_strides(operation, argument, array)
         if not array.flags.c_contiguous:
@@ -174,6 +182,9 @@ class ArrayImporter:
             return None
         seen = self._look(value)
         if seen[2] != self._device or not (_is_of_words(value) if strided else seen[3]):
+            return None
+        # Almost all arrays begin at multiples of 16: only others ask their dtype.
+        if seen[4] & 15 and seen[4] % seen[1].alignment:
             return None
         return seen
 
@@ -260,5 +271,4 @@ def address(array: DeviceArray | None) -> int:
 
 def dtype_code_of(dtype: DType, scales: DType | None = None) -> int:
     """Code of a row dtype, and of that of its scales if there are any, for headers and kernels."""
-    name = dtype.name if dtype.isnative else "swapped bytes"
-    return dtype_code(name, dtype.itemsize, None if scales is None else scales.name)
+    return dtype_code(dtype_label(dtype), dtype.itemsize, None if scales is None else scales.name)
