@@ -380,7 +380,7 @@ class Buffer:
             do_zero_padding: Zero the rows that only fill up an expert's group, with their scales
                 and weights; else they are anything.
             cumulative_local_expert_recv_stats: ``[El]`` int32, to which the number of tokens per
-                local expert is added in place; with ``topk_idx``.
+                local expert is added in place, wrapping; with ``topk_idx``.
 
         Returns:
             recv_x ``[N, H]`` in the order (source rank, source token), or a pair of rows and

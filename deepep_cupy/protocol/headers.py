@@ -31,9 +31,11 @@ rows this rank sends to each rank.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from typing import Any
 
 __all__ = [
     "ARGUMENTS",
@@ -51,6 +53,7 @@ __all__ = [
     "describe_refusal",
     "difference",
     "dtype_code",
+    "dtype_label",
     "dtype_name",
     "layout_word",
     "refused_elsewhere",
@@ -346,15 +349,47 @@ SCALE_CODES = {"float32": 1, "int32": 2, "uint32": 3}
 _SCALES_FACTOR = 16
 
 
+_KIND_BITS = 16
+_MOST_ITEM = (1 << _KIND_BITS) - 1
+_LABELS = ("bool |b1", "complex64 <c8", "complex128 <c16", "datetime64[ns] <M8[ns]")
+"""Labels that messages have a name for; those of other opaque dtypes show as numbers."""
+
+
+def dtype_label(dtype: Any) -> str:
+    """What tells a NumPy dtype from all others: its name where it has a code of its own, else its
+    name and byte order, and those of its fields with their offsets."""
+    if dtype.isnative and dtype.name in DTYPE_CODES:
+        return str(dtype.name)
+    return _layout_text(dtype)
+
+
+def _layout_text(dtype: Any) -> str:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"{_layout_text(base)}{shape}"
+    if dtype.fields is None:
+        return f"{dtype.name} {dtype.str}"
+    parts = [f"{name!r}@{dtype.fields[name][1]}" for name in dtype.names]
+    inner = [_layout_text(dtype.fields[name][0]) for name in dtype.names]
+    return f"{dtype.itemsize}{list(zip(parts, inner, strict=True))}"
+
+
+def _kind_of(label: str) -> int:
+    return zlib.crc32(label.encode(errors="backslashreplace")) & 0x7FFF
+
+
 def dtype_code(name: str, itemsize: int, scales: str | None = None) -> int:
-    """Code of a dtype: from ``DTYPE_CODES``, else ``256 + itemsize`` for opaque rows.
+    """Code of a dtype: from ``DTYPE_CODES``, else of opaque rows: ``256 + itemsize``, and above
+    these 16 bits a number that differs for other kinds of items.
 
     Args:
-        name: Name of the row dtype.
+        name: ``dtype_label`` of the row dtype.
         itemsize: Its bytes.
         scales: dtype name of the scales; only with one-byte rows of a known dtype.
     """
-    code = DTYPE_CODES.get(name, 256 + itemsize)
+    code = DTYPE_CODES.get(name)
+    if code is None:
+        code = _kind_of(name) << _KIND_BITS | min(256 + itemsize, _MOST_ITEM)
     return code if scales is None else code + _SCALES_FACTOR * SCALE_CODES[scales]
 
 
@@ -367,4 +402,8 @@ def dtype_name(code: int) -> str:
             return name
         if known == rest and code // _SCALES_FACTOR in scales:
             return f"{name} with {scales[code // _SCALES_FACTOR]} scales"
-    return f"opaque {code - 256}-byte items" if code > 256 else f"dtype code {code}"
+    for label in _LABELS:
+        if code >> _KIND_BITS == _kind_of(label):
+            return label.partition(" ")[0]
+    size, kind = (code & _MOST_ITEM) - 256, code >> _KIND_BITS
+    return f"opaque {size}-byte items (kind {kind:04x})" if size > 0 else f"dtype code {code}"

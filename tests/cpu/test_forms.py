@@ -383,3 +383,20 @@ def test_every_part_of_a_key_is_needed(part, operation, monkeypatch):
     look = part(monkeypatch) or array_key
     with pytest.raises(AssertionError):
         compare(operation, CASES[operation], random.Random(0), 4000, look)
+
+
+@pytest.mark.parametrize("tokens", [M + 1, M + 7])
+def test_the_most_tokens_are_checked_in_every_call_of_a_form(tokens):
+    made = cache(array_key)
+    for rows in (1, M, M - 1):
+        made.dispatch(of_tokens(rows))
+    for _ in range(2):
+        with pytest.raises(ContractError, match=rf"{tokens} tokens, more than .* = {M}"):
+            made.dispatch(of_tokens(tokens))
+    assert len(made.dispatch(of_tokens(M))[0].x) == M
+
+
+def of_tokens(tokens):
+    return DispatchArguments(
+        zeros(tokens, H, dtype=np.float16), topk_idx=zeros(tokens, K, dtype=np.int64)
+    )

@@ -15,6 +15,7 @@ from deepep_cupy.protocol.headers import (
     describe_refusal,
     difference,
     dtype_code,
+    dtype_label,
     dtype_name,
     verdict,
 )
@@ -114,3 +115,29 @@ def test_dtype_codes_are_distinct_and_have_names():
         assert dtype_code(name, 99) == code
         assert dtype_name(code) == name
     assert dtype_code("V12", 12) != dtype_code("V13", 13)
+
+
+OPAQUE = [
+    np.dtype(text) for text in ("c8", "M8[ns]", "M8[us]", "m8[ns]", "V8", "S8", ">f8", ">i8", "U2")
+]
+OPAQUE += [
+    np.dtype([("a", "f4"), ("b", "i4")]),
+    np.dtype([("a", "f4"), ("c", "i4")]),
+    np.dtype([("a", "f4"), ("b", "f4")]),
+    np.dtype([("a", "f4", 2)]),
+    np.dtype({"names": ["a"], "formats": ["f4"], "offsets": [4], "itemsize": 8}),
+    np.dtype({"names": ["a"], "formats": ["f4"], "offsets": [0], "itemsize": 8}),
+]
+
+
+def test_opaque_dtypes_of_one_size_are_told_apart():
+    codes = [dtype_code(dtype_label(dtype), dtype.itemsize) for dtype in OPAQUE]
+    assert len(set(codes)) == len(OPAQUE)
+    assert all(256 < code < 2**31 for code in codes)
+    text = difference("dispatch", [header(dtype=codes[0]), header(dtype=codes[4])])
+    assert "rank 0: complex64, rank 1: opaque 8-byte items" in text
+
+
+def test_a_huge_item_has_a_code():
+    big = np.dtype("V1000000")
+    assert 0 < dtype_code(dtype_label(big), big.itemsize) < 2**31

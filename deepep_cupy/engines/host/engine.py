@@ -38,6 +38,7 @@ from deepep_cupy.protocol.headers import (
     Refusal,
     RefusalCode,
     dtype_code,
+    dtype_label,
     layout_word,
     refused_elsewhere,
     verdict,
@@ -378,14 +379,13 @@ class HostEngine:
         topk_weights: NDArray[Any] | None,
         scales: NDArray[Any] | None,
     ) -> dict[str, int]:
-        name = x.dtype.name if x.dtype.isnative else "swapped bytes"
         row_bytes = x.shape[1] * x.itemsize
         if scales is not None:
             row_bytes += scales.shape[1] * scales.itemsize
         return {
             "kind": kind,
             "dtype": dtype_code(
-                name, x.itemsize, scales.dtype.name if scales is not None else None
+                dtype_label(x.dtype), x.itemsize, scales.dtype.name if scales is not None else None
             ),
             "row_bytes": row_bytes,
             "num_topk": 0 if topk_weights is None else topk_weights.shape[-1],
