@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from deepep_cupy.inspect.listing import Listing, Op, site
-from deepep_cupy.inspect.notes import NOTES, is_memory, stem
+from deepep_cupy.inspect.listing import Chain, Listing, Op, site
+from deepep_cupy.inspect.notes import ACCESS_CLASSES, NOTES, is_memory, stem
 from deepep_cupy.inspect.page import document, facts_of
 from deepep_cupy.jit.inspect import Place
 from deepep_cupy.jit.source import PRELUDE
@@ -109,11 +109,16 @@ def _changes(first: Iterable[Op], second: Iterable[Op]) -> tuple[tuple[Change, .
     return changed, len({*a, *b}) - len(changed)
 
 
+def _asks(chain: Chain) -> Place:
+    """The line that asks for row data, not the one of the access class that picks the load."""
+    return next((place for place in chain if place[0] != ACCESS_CLASSES), chain[-1])
+
+
 def _by_line(listing: Listing) -> dict[Place, Counter[str]]:
     found: defaultdict[Place, Counter[str]] = defaultdict(Counter)
     for op in listing.ptx:
         if op.chain:
-            found[site(op.chain)[0]][op.opcode] += 1
+            found[_asks(site(op.chain))][op.opcode] += 1
     return dict(found)
 
 
@@ -137,12 +142,13 @@ def difference_page(first: tuple[str, Listing], second: tuple[str, Listing]) -> 
         for (name, one), (_, two) in zip(facts_of(a), facts_of(b), strict=True)
     )
     rest = [change for change in found.sass if not change.is_load]
+    others = "what the register allocator made of it" if found.only_loads else "all else"
     missing = a.no_sass or b.no_sass
     machine = (
         f'<p class="warn">PTX alone: {escape(missing)}</p>'
         if missing
         else _table("Machine code: loads", [c for c in found.sass if c.is_load], names)
-        + _table("Machine code: what the compiler's register allocator made of it", rest, names)
+        + _table(f"Machine code: {others}", rest, names)
     )
     constants = "\n".join(
         f'<span class="{"del" if row[0] == "-" else "add"}">{escape(row)}</span>'

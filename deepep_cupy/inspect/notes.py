@@ -15,6 +15,7 @@ from deepep_cupy.inspect.listing import Listing, Op
 from deepep_cupy.jit.inspect import Place, classify
 
 __all__ = [
+    "ACCESS_CLASSES",
     "KINDS",
     "NOTES",
     "Note",
@@ -211,7 +212,8 @@ NOTES: Mapping[str, Note] = _parse(_TEXT)
 """Instruction without its type, and without its vector unless that matters → note."""
 
 _WIDTH = re.compile(r"(\.v[24])?\.[usbf]\d+$")
-_ROWS_FILE = "common/access.cuh"
+ACCESS_CLASSES = "common/access.cuh"
+"""The file that picks the load of row data, by ``DEEPEP_CUPY_LOADS``."""
 
 _FUNCTION = re.compile(r"\s*(?:DEVICE|DEVICE_METHOD|DEVICE_MEMBER|KERNEL)\s")
 
@@ -260,7 +262,7 @@ def kind_of(op: Op) -> str:
         return ""
     note = NOTES.get(stem(op.opcode))
     kind = note.kind if note else "block"
-    if kind == "headers" and any(file == _ROWS_FILE for file, _ in op.chain):
+    if kind == "headers" and any(file == ACCESS_CLASSES for file, _ in op.chain):
         return "rows"
     return kind
 

@@ -360,6 +360,15 @@ def test_only_loads_differ():
     assert compare(listing(), listing()).verdict.startswith("The two have the same PTX")
 
 
+def test_the_lines_of_an_access_class_are_one():
+    ptx = PTX.replace("asm/memory.cuh", "common/access.cuh")
+    text = TEXT.replace("asm/memory.cuh", "common/access.cuh")
+    other = ptx.replace("2 2 40", "2 1 40").replace("ld.global.v4", "ld.global.nc.v4")
+    found = compare(listing(ptx, text), listing(other, text))
+    assert found.only_loads
+    assert list(found.lines) == [("probe.cu", 8)]
+
+
 def test_something_else_differs_too():
     fewer = PTX.replace("fence.acq_rel.sys;\n\t.loc	1 8", ".loc	1 8")
     found = compare(listing(), listing(fewer))

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
 
 from deepep_cupy.engines.gpu.kernels import get_kernel, list_kernels, shape_constants
+from deepep_cupy.inspect.notes import NOTES, is_memory, stem
 from deepep_cupy.jit.build import Request, build, open_cache
 from deepep_cupy.jit.compile import Target, compiler_version
 from deepep_cupy.jit.inspect import disassemble, find_tool, opcodes
@@ -183,6 +184,15 @@ def test_forbidden_machine_instructions(case, failures):
     assert moves, "the reading of SASS is broken"
     problems = [problem for rule in rules for problem in broken(rule, found, "forbidden_sass")]
     assert problems == []
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_every_memory_and_ordering_instruction_has_a_note(case, failures):
+    """What ``kernels show --html`` says of it (``deepep_cupy/inspect/notes.py``)."""
+    assert failures[case] == ""
+    found = {opcode for opcode, _, _ in opcodes(built(case).compiled.ptx) if is_memory(opcode)}
+    assert found, "the reading of PTX is broken"
+    assert {opcode: stem(opcode) for opcode in found if stem(opcode) not in NOTES} == {}
 
 
 def sass_opcodes(text):
