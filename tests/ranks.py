@@ -41,7 +41,7 @@ class Run:
         timed_out: True when the limit passed and everything was killed.
         seconds: From start to end.
         outputs: Standard output and error of each rank, in the order they were written.
-        launcher: The same of ``mpirun`` itself.
+        launcher: Standard output and error of ``mpirun`` itself.
         survivors: Ranks whose process was still there after ``mpirun`` had ended.
     """
 

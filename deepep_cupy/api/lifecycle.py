@@ -90,7 +90,7 @@ class Lifecycle:
 
     def leave(self, error: BaseException) -> None:
         """Close this rank's half alone because of an error: the other ranks may be anywhere, so
-        they are told, and nobody waits for them."""
+        the board names this one, and none is waited for."""
         if self.state is State.CLOSED:
             return
         self._become(State.CLOSED)

@@ -493,10 +493,10 @@ class Dispatcher:
     ) -> DispatchOutput:
         """Put what came into the layout that is wanted. ``counts``: rows of each local expert."""
         if call.plan.expand:
-            told = None if counts is None else tuple(counts)
+            known = None if counts is None else tuple(counts)
             done = expand(
                 self._runtime,
-                Received(call, recv_x, recv_scales, recv_idx, recv_weights, routing, told),
+                Received(call, recv_x, recv_scales, recv_idx, recv_weights, routing, known),
                 op,
             )
             recv_x, recv_weights, recv_scales = done.rows, done.topk_weights, done.scales
