@@ -181,6 +181,15 @@ atom.shared.or
 atom.shared.min
     Keeps the least in this block's shared memory (the lowest bad token); relaxed, and ordered
     by the next barrier.
+atom.relaxed.gpu.shared.add
+    Adds in this block's shared memory and returns what was there, as compilers write it for SM 100
+    and later: relaxed, and ordered by the next barrier.
+atom.relaxed.gpu.shared.or
+    Sets bits in this block's shared memory, as compilers write it for SM 100 and later: relaxed,
+    and ordered by the next barrier.
+atom.relaxed.gpu.shared.min
+    Keeps the least in this block's shared memory (the lowest bad token), as compilers write it for
+    SM 100 and later: relaxed, and ordered by the next barrier.
 bar.sync
     Barrier of the block: what any of its threads did before is visible to all of them behind
     it, so that one thread's acquire or release serves the block.
