@@ -59,11 +59,11 @@ class DeepEPCupyError(Exception):
     """Base class of every error this package raises on purpose.
 
     Attributes:
-        told_elsewhere: Whether another rank, the one at fault, prints the traceback: then this
+        printed_elsewhere: Whether another rank, the one at fault, prints the traceback: then this
             rank, if nobody catches the error, prints one line.
     """
 
-    told_elsewhere = False
+    printed_elsewhere = False
 
 
 class ContractError(DeepEPCupyError, ValueError):

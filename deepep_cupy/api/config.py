@@ -216,7 +216,7 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
             error = ContractError(
                 f"Buffer(): '{field}' must be the same on all ranks, got {listing}."
             )
-            error.told_elsewhere = group.rank > 0
+            error.printed_elsewhere = group.rank > 0
             raise error
     _raise_first(ContractError, [each[0] for each in ranks], group.rank)
     return arguments.spec(group.rank, group.size)
@@ -226,7 +226,7 @@ def _raise_first(kind: type[DeepEPCupyError], complaints: list[str | None], me: 
     for rank, complaint in enumerate(complaints):
         if complaint is not None:
             error = kind(f"Buffer(): {complaint}, on rank {rank}.")
-            error.told_elsewhere = rank != me
+            error.printed_elsewhere = rank != me
             raise error
 
 

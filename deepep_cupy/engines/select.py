@@ -60,7 +60,7 @@ def make_engine(
         refused = PlatformError(
             f"Buffer(): engine='cuda' is not possible ({against}); mend that, or use engine='host'."
         )
-        refused.told_elsewhere = group.rank > 0
+        refused.printed_elsewhere = group.rank > 0
         raise refused
     if group.rank == 0:
         logger.info("running on the host engine: %s", against)

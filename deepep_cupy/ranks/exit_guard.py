@@ -75,7 +75,7 @@ def print_errors_once() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, DeepEPCupyError) and error.told_elsewhere:
+        if isinstance(error, DeepEPCupyError) and error.printed_elsewhere:
             sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
         else:
             before(kind, error, traceback)

@@ -269,7 +269,7 @@ class FailureMonitor:
         error = ContractError(
             text or f"{record.operation}(): the ranks refused it; nothing was moved on any rank."
         )
-        error.told_elsewhere = refused_elsewhere(record.headers, self._spec.rank)
+        error.printed_elsewhere = refused_elsewhere(record.headers, self._spec.rank)
         return error
 
     def _failure(self, record: Record) -> DeepEPCupyError:

@@ -427,7 +427,7 @@ class HostEngine:
         )
         if wrong is not None:
             error = ContractError(wrong)
-            error.told_elsewhere = refused_elsewhere(texts, spec.rank)
+            error.printed_elsewhere = refused_elsewhere(texts, spec.rank)
             raise error
         counts_of: NDArray[np.int64] = headers[:, num_words:]
         return counts_of
