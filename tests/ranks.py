@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepep_cupy import env
+from deepep_cupy.testing import cluster
 
-__all__ = ["Run", "is_open_mpi", "mpirun", "run_ranks"]
+__all__ = ["Run", "cluster_flags", "is_open_mpi", "mpirun", "run_ranks", "why_no_nodes"]
 
 _DUMP_BEFORE_S = 3.0
 """Stacks are written this long before the limit."""
@@ -87,6 +88,19 @@ def is_open_mpi() -> bool:
     return "Open MPI" in asked.stdout or "open-mpi" in asked.stdout
 
 
+@functools.cache
+def cluster_flags() -> tuple[str, ...]:
+    """How ``deepep_cupy.testing.cluster`` makes nodes here: with namespaces where it can."""
+    return ("--pretend",) if cluster.why_not() else ()
+
+
+def why_no_nodes() -> str:
+    """Why ranks cannot be started on several nodes here; empty where they can."""
+    if cluster_flags() and is_open_mpi():
+        return f"needs several nodes: {cluster.why_not()}, and Open MPI cannot pretend"
+    return ""
+
+
 _OPEN_MPI_FLAGS = ("--oversubscribe",)
 _OPEN_MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -102,6 +116,7 @@ def run_ranks(
     limit_s: float = 60.0,
     environment: Mapping[str, str | None] | None = None,
     flags: Sequence[str] = (),
+    nodes: int = 0,
 ) -> Run:
     """Run ``worker`` on ``num_ranks`` ranks.
 
@@ -112,6 +127,9 @@ def run_ranks(
         limit_s: Seconds after which everything is killed.
         environment: Variables to set, or with None to unset.
         flags: More options for ``mpirun``.
+        nodes: Nodes that share the ranks, made by ``deepep_cupy.testing.cluster``; 0: this machine
+            as it is. Ask ``why_no_nodes`` first. Survivors are not looked for: there are none in a
+            PID namespace that has ended.
 
     Raises:
         FileNotFoundError: There is no ``mpirun``.
@@ -128,6 +146,10 @@ def run_ranks(
         folder = Path(name)
         ours = [sys.executable, __file__, name, str(limit_s), str(worker)]
         command = [program, *flags, "-n", str(num_ranks), *ours, *map(str, arguments)]
+        if nodes:
+            ours = [sys.executable, "-m", "deepep_cupy.testing.cluster", *cluster_flags()]
+            sizes = ["--nodes", str(nodes), "--per-node", str(num_ranks // nodes)]
+            command = [*ours, *sizes, "--limit", str(limit_s), "--", *command]
         start = time.monotonic()
         with (folder / "mpirun").open("wb") as log:
             child = subprocess.Popen(
@@ -148,7 +170,7 @@ def run_ranks(
                 if child.poll() is None:
                     _kill_tree(child.pid)
                     child.wait()
-        survivors = _kill_survivors(folder, num_ranks)
+        survivors = () if nodes else _kill_survivors(folder, num_ranks)
         return Run(
             child.returncode,
             timed_out,

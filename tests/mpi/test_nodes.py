@@ -1,0 +1,52 @@
+"""Several nodes: pretended by namespaces of this machine, or by MPICH alone where it has none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepep_cupy import env
+from ranks import cluster_flags, mpirun, why_no_nodes
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes() or "-")
+
+
+def cluster(*arguments, limit_s=60):
+    """Run ``deepep_cupy.testing.cluster``."""
+    return subprocess.run(
+        [sys.executable, "-m", "deepep_cupy.testing.cluster", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+        env=env.child_environment({}, HERE.parents[1]),
+    )
+
+
+HELLO = """
+from mpi4py import MPI
+here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+print(MPI.COMM_WORLD.gather((here.size, MPI.Get_processor_name())), flush=True)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--pretend"]], ids=["namespaces", "pretended"])
+def test_ranks_lie_on_different_nodes(flags):
+    if flags != list(cluster_flags()) and not flags:
+        pytest.skip("namespaces cannot be made here")
+    ranks = [mpirun(), "-n", 4, sys.executable, "-c", HELLO]
+    done = cluster(*flags, "--nodes", 2, "--per-node", 2, "--", *ranks)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[(")]
+    assert line.count("(2, ") == 4, line
+    if not flags:
+        assert [line.count(f"'node{number}'") for number in (0, 1)] == [2, 2], line
+
+
+def test_the_command_ends_at_its_limit_and_its_code_is_passed_on():
+    ended = cluster(*cluster_flags(), "--limit", 1, "--", "sleep", "50")
+    assert (ended.returncode, ended.stderr) == (124, "cluster: ended after 1 s\n")
+    assert cluster(*cluster_flags(), "--", "sh", "-c", "exit 5").returncode == 5
