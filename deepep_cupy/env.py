@@ -25,6 +25,7 @@ __all__ = [
     "loads",
     "log_level",
     "path",
+    "ranks_per_node",
     "read",
     "setting",
 ]
@@ -74,6 +75,12 @@ VARIABLES: tuple[Variable, ...] = (
         ("0", "1"),
     ),
     Variable(
+        "DEEPEP_CUPY_RANKS_PER_NODE",
+        "",
+        "Take each so many ranks in a row, of one machine, for a node, where the constructor is "
+        "not given ranks_per_node; unset: nodes are machines.",
+    ),
+    Variable(
         "DEEPEP_CUPY_LOG",
         "info",
         "Lowest level of the lines on standard error (used only where the program has not set up "
@@ -116,6 +123,12 @@ def path() -> str:
 def assert_cached() -> bool:
     """``DEEPEP_CUPY_ASSERT_CACHED``."""
     return read("DEEPEP_CUPY_ASSERT_CACHED") == "1"
+
+
+def ranks_per_node() -> int | str | None:
+    """``DEEPEP_CUPY_RANKS_PER_NODE``; a text that is no number as it is, to be refused by all."""
+    text = read("DEEPEP_CUPY_RANKS_PER_NODE")
+    return int(text) if text.isdecimal() else text or None
 
 
 def log_level() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Literal, Self
 
-from deepep_cupy import log
+from deepep_cupy import env, log
 from deepep_cupy._version import __version__
 from deepep_cupy.api.advice import suggest_keywords
 from deepep_cupy.api.call_cache import CallCache
@@ -35,7 +35,8 @@ from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine, too_large
 from deepep_cupy.errors import ContractError, PlatformError
 from deepep_cupy.protocol.headers import Kind
-from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_RANKS, MAX_ROWS, pool_bytes_hint
+from deepep_cupy.protocol.nodes import MAX_RANKS
+from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_ROWS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
 from deepep_cupy.ranks.exit_guard import ExitGuard, print_errors_once
 from deepep_cupy.ranks.group import Group
@@ -61,7 +62,8 @@ class Buffer:
     while another thread is in one.
 
     Args:
-        comm: mpi4py communicator of 1 to 8 ranks of one node.
+        comm: mpi4py communicator of 1 to 8 ranks of one node or, on the host engine, of up to 8
+            nodes with as many ranks each.
         num_max_tokens_per_rank: M, the most tokens a rank dispatches in one call.
         hidden: Elements of the longest row; calls may use any row of up to
             ``hidden * itemsize`` bytes, of any dtype.
@@ -73,7 +75,8 @@ class Buffer:
         engine: ``"cuda"``, ``"host"``, or ``"auto"``: cuda where every rank can.
         device: GPU of this rank; None: node-local rank modulo the visible GPUs. May differ.
         timeout_s: Seconds a rank waits for the others before ``PeerTimeoutError``.
-        ranks_per_node: Ranks that share a node, where MPI cannot know.
+        ranks_per_node: Take each so many ranks in a row, of one machine, for a node; None: what
+            ``DEEPEP_CUPY_RANKS_PER_NODE`` says, and else nodes are machines.
 
     Raises:
         ContractError: On every rank, when an argument is wrong or differs between ranks.
@@ -109,14 +112,14 @@ class Buffer:
             engine=engine,
             device=device,
             timeout_s=timeout_s,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=env.ranks_per_node() if ranks_per_node is None else ranks_per_node,
         )
         print_errors_once()
         group = _make_group(comm)
         board = None
         try:
             self._spec = agree(group, arguments, __version__)
-            board = AbortBoard(group)
+            board = AbortBoard(group, self._spec.nodes)
             guard = ExitGuard(group, board)
             guard.begin()
             self._engine = make_engine(group, board, self._spec, engine, device)
@@ -273,7 +276,8 @@ class Buffer:
             allocate_on_comm_stream: Not used.
 
         Returns:
-            num_tokens_per_rank ``[R]`` int32, None, num_tokens_per_expert ``[E]`` int32,
+            num_tokens_per_rank ``[R]`` int32, num_tokens_per_rdma_rank ``[nodes]`` int32 (None on
+            one node), num_tokens_per_expert ``[E]`` int32,
             is_token_in_rank ``[T, R]`` bool, event.
 
         Raises:
@@ -293,11 +297,19 @@ class Buffer:
         event = self._engine.capture() if streams.async_finish else None
         return LayoutResult(
             found.num_tokens_per_rank,
-            None,
+            self._count_by_node(found.is_token_in_rank),
             found.num_tokens_per_expert,
             found.is_token_in_rank,
             EventOverlap(event),
         )
+
+    def _count_by_node(self, is_token_in_rank: Any) -> Any:
+        """``[nodes]`` int32 tokens that any rank of a node gets; None on one node."""
+        nodes = self._spec.nodes
+        if nodes is None or nodes.num_nodes == 1:
+            return None
+        columns = [is_token_in_rank[:, list(ranks)].any(axis=1) for ranks in nodes.ranks_of]
+        return self.xp.stack(columns).sum(axis=1).astype("int32")
 
     @suggest_keywords
     def dispatch(
@@ -347,7 +359,7 @@ class Buffer:
             handle: Of an earlier dispatch of this Buffer: send new rows the same ways. All ranks
                 pass the handle of the same call.
             num_tokens_per_rank: ``[R]`` int32; not needed.
-            num_tokens_per_rdma_rank: ``[1]`` int32; not needed.
+            num_tokens_per_rdma_rank: ``[nodes]`` int32; not needed.
             is_token_in_rank: ``[T, R]`` bool. Beside ``topk_idx``, which then decides alone, its
                 shape is checked and it is not used.
             num_tokens_per_expert: ``[E]`` int32; not needed.

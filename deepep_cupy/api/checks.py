@@ -403,7 +403,7 @@ class Checker:
         wanted: dict[str, tuple[_Shape, _Dtypes]] = {
             "is_token_in_rank": ({"num_tokens": num_tokens, "num_ranks": ranks}, _BOOL),
             "num_tokens_per_rank": ({"num_ranks": ranks}, _INT32),
-            "num_tokens_per_rdma_rank": ({"num_nodes": 1}, _INT32),
+            "num_tokens_per_rdma_rank": ({"num_nodes": spec.num_nodes}, _INT32),
             "num_tokens_per_expert": ({"num_experts": spec.num_experts}, _INT32),
         }
         for argument, (shape, dtypes) in wanted.items():

@@ -6,7 +6,7 @@ the constructor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from deepep_cupy.engines.select import ENGINES
 from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError, shown
 from deepep_cupy.protocol.control_block import ControlLayout
 from deepep_cupy.protocol.headers import REGION_BYTES
+from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE, NodeMap, Place, map_nodes
 from deepep_cupy.protocol.sizes import (
     MAX_BLOCKS_WANTED,
     MAX_EXPERTS,
-    MAX_RANKS,
     MAX_ROW_BYTES,
     MAX_ROWS,
     MAX_TIMEOUT_S,
@@ -206,7 +206,8 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
     complaint = arguments.complaint(group.size)
     platform = _complaint_about_ranks(group, arguments)
     mine = {"version of deepep_cupy": version, **arguments.comparable()}
-    ranks = group.allgather((complaint, platform, mine))
+    place = Place(group.node_ranks[0], group.host)
+    ranks = group.allgather((complaint, platform, mine, place))
     _raise_first(PlatformError, [each[1] for each in ranks], group.rank)
     compared = [each[2] for each in ranks]
     for field in mine:
@@ -219,7 +220,20 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
             error.printed_elsewhere = group.rank > 0
             raise error
     _raise_first(ContractError, [each[0] for each in ranks], group.rank)
-    return arguments.spec(group.rank, group.size)
+    nodes = _nodes(arguments, [each[3] for each in ranks], group.rank)
+    return replace(arguments.spec(group.rank, group.size), nodes=nodes)
+
+
+def _nodes(arguments: BufferArguments, places: list[Place], me: int) -> NodeMap:
+    """Where the ranks are. The same answer, or the same error, on every rank."""
+    pretended = arguments.ranks_per_node
+    nodes = map_nodes(places, None if pretended is None else int(pretended))
+    if isinstance(nodes, NodeMap):
+        return nodes
+    kind = ContractError if nodes.startswith("argument") else PlatformError
+    error = kind(f"Buffer(): {nodes}.")
+    error.printed_elsewhere = me > 0
+    raise error
 
 
 def _raise_first(kind: type[DeepEPCupyError], complaints: list[str | None], me: int) -> None:
@@ -239,19 +253,12 @@ def _complaint_about_ranks(group: Group, arguments: BufferArguments) -> str | No
             f"this mpirun belongs to another MPI than mpi4py uses; start with the mpirun beside "
             f"this Python, or install mpi4py for the MPI of that mpirun"
         )
-    if group.size > MAX_RANKS:
-        return (
-            f"the communicator has {group.size} ranks, more than the {MAX_RANKS} a Buffer can "
-            f"join; split it into groups with comm.Split()"
-        )
     per_node = arguments.ranks_per_node
-    per_node = int(per_node) if is_int(per_node) else group.size
-    if group.node_size != group.size or 0 < per_node < group.size:
-        here = min(group.node_size, per_node)
+    several = len(group.node_ranks) < group.size or (is_int(per_node) and 0 < per_node < group.size)
+    if group.size > MAX_RANKS_PER_NODE and not several:
         return (
-            f"the communicator spans several nodes ({here} of its {group.size} ranks are on "
-            f"{group.host}), and a Buffer works inside one; use "
-            f"comm.Split_type(MPI.COMM_TYPE_SHARED)"
+            f"the communicator has {group.size} ranks, more than the {MAX_RANKS_PER_NODE} a Buffer "
+            f"can join; split it into groups with comm.Split()"
         )
     return None
 

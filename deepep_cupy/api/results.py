@@ -67,7 +67,7 @@ class LayoutResult(NamedTuple):
     """What ``Buffer.get_dispatch_layout`` returns."""
 
     num_tokens_per_rank: Any
-    num_tokens_per_rdma_rank: None
+    num_tokens_per_rdma_rank: Any
     num_tokens_per_expert: Any
     is_token_in_rank: Any
     event: EventOverlap
@@ -77,7 +77,8 @@ _describe(
     LayoutResult,
     num_tokens_per_rank="""Tokens that go to each rank, ``[R]`` int32: a token counts once a rank,
     however many of its choices are there.""",
-    num_tokens_per_rdma_rank="None: all ranks are on one node.",
+    num_tokens_per_rdma_rank="""Tokens that go to any rank of each node, ``[nodes]`` int32; None
+    on one node.""",
     num_tokens_per_expert="Choices of each expert, ``[E]`` int32.",
     is_token_in_rank="Whether a token goes to a rank, ``[T, R]`` bool.",
     event=_EVENT,

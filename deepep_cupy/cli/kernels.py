@@ -25,13 +25,13 @@ from deepep_cupy.jit.build import Built, Request, build, open_cache
 from deepep_cupy.jit.compile import Compiled, compile_text, parse_arch, parse_target
 from deepep_cupy.jit.inspect import count_instructions, memory_instructions
 from deepep_cupy.jit.spec import KernelSpec
-from deepep_cupy.protocol.sizes import MAX_RANKS
+from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE
 
 __all__ = ["add_arguments", "run"]
 
 _LOADS = ("coherent", "nc")
 _SHAPE = (
-    ("ranks", 1, MAX_RANKS),
+    ("ranks", 1, MAX_RANKS_PER_NODE),
     ("hidden", 1, 1 << 30),
     ("itemsize", 1, 1 << 10),
     ("threads", 32, 1024),

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.protocol.sizes import MAX_RANKS
+from deepep_cupy.protocol.nodes import MAX_RANKS
 
 __all__ = ["mpi", "world"]
 

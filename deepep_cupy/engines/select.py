@@ -41,8 +41,10 @@ def make_engine(
     """
     if engine == "host":
         return HostEngine(group, board, spec)
-    topology = survey(group, device, local_rank=env.launcher_local_rank())
-    against = topology.verdict() or _who_has_no_compiler(group)
+    against = _too_far_apart(spec)
+    if not against:
+        topology = survey(group, device, local_rank=env.launcher_local_rank())
+        against = topology.verdict() or _who_has_no_compiler(group)
     if not against:
         complaint = too_large(spec, spec.pool_bytes or pool_bytes_hint(spec))
         if complaint is not None:
@@ -65,6 +67,13 @@ def make_engine(
     if group.rank == 0:
         logger.info("running on the host engine: %s", against)
     return HostEngine(group, board, spec)
+
+
+def _too_far_apart(spec: BufferSpec) -> str:
+    """Why GPUs of these nodes cannot work together; empty where there is one node."""
+    if spec.num_nodes == 1:
+        return ""
+    return f"the ranks are on {spec.num_nodes} nodes, and GPUs work together within one"
 
 
 def too_large(spec: BufferSpec, pool_bytes: int) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepep_cupy.protocol.control_block import ALIGNMENT, align
+from deepep_cupy.protocol.nodes import NodeMap
 
 __all__ = [
     "MAX_BLOCKS_WANTED",
     "MAX_EXPERTS",
-    "MAX_RANKS",
     "MAX_ROWS",
     "MAX_ROW_BYTES",
     "MAX_TIMEOUT_S",
@@ -21,8 +21,6 @@ __all__ = [
     "worst_expanded_rows",
 ]
 
-MAX_RANKS = 8
-"""Ranks of one node."""
 MAX_TOPK = 32
 """Choices per token: one lane of a warp each."""
 MAX_EXPERTS = 1 << 20
@@ -45,6 +43,7 @@ class BufferSpec:
 
     Attributes:
         num_ranks: Ranks R of the communicator, 1 to ``MAX_RANKS``.
+        nodes: Where they are; ``None``: all on one node.
         rank: This rank.
         num_max_tokens_per_rank: M, the most tokens one rank dispatches in one call.
         max_row_bytes: ``hidden * itemsize`` of the constructor: no row may be longer.
@@ -69,6 +68,12 @@ class BufferSpec:
     num_sms: int | None = None
     dtype: str = "bfloat16"
     itemsize: int = 2
+    nodes: NodeMap | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """N, nodes that the ranks are on."""
+        return 1 if self.nodes is None else self.nodes.num_nodes
 
     @property
     def num_local_experts(self) -> int:

@@ -54,8 +54,8 @@ class Group(Protocol):
     size: int
     world_size: int
     """Ranks of the whole program, which may be more than those of this group."""
-    node_size: int
-    """Ranks of this group that share a node with this one."""
+    node_ranks: tuple[int, ...]
+    """Ranks of this group that are on this one's machine, ascending."""
     host: str
     """Name of this node, for messages."""
 
@@ -79,12 +79,18 @@ class Group(Protocol):
         """Start to receive a message of any size and throw it away; None where there is none."""
         ...
 
+    def take_any(self, tag: int, nbytes: int) -> tuple[int, Bytes] | None:
+        """Receive a short message of this size from any rank, and say from which; None where there
+        is none."""
+        ...
+
     def keep(self, requests: list[Request]) -> None:
         """Keep requests, and so their buffers, until the process ends: a peer may still write."""
         ...
 
-    def shared_window(self, nbytes: int) -> SharedWindow:
-        """Collective, and blocking: zeroed memory that all ranks of the node see."""
+    def shared_window(self, nbytes: int, node: int = 0) -> SharedWindow:
+        """Collective, and blocking: zeroed memory that all ranks of this machine see which give
+        the same ``node``."""
         ...
 
     def abort(self, code: int) -> None:

@@ -95,7 +95,7 @@ class MPIGroup:
         self.world_size: int = MPI.COMM_WORLD.size
         self.host: str = MPI.Get_processor_name()
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.node_size: int = node.size
+        self.node_ranks: tuple[int, ...] = tuple(node.allgather(self.rank))
         node.Free()
 
     def allgather(self, value: Any) -> list[Any]:
@@ -123,6 +123,16 @@ class MPIGroup:
         scratch = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         return MPIRequest(self._start(message.Irecv, [scratch, MPI.BYTE]), scratch)
 
+    def take_any(self, tag: int, nbytes: int) -> tuple[int, Bytes] | None:
+        """See ``Group.take_any``."""
+        status = MPI.Status()
+        message = self._start(self._comm.Improbe, MPI.ANY_SOURCE, tag, status)
+        if message is None:
+            return None
+        data = np.empty(nbytes, np.uint8)
+        self._start(message.Recv, [data, MPI.BYTE])
+        return status.Get_source(), data
+
     @staticmethod
     def _start(function: Any, *arguments: Any) -> Any:
         try:
@@ -134,9 +144,12 @@ class MPIGroup:
         """See ``Group.keep``."""
         _kept.extend(requests)
 
-    def shared_window(self, nbytes: int) -> MPIWindow:
+    def shared_window(self, nbytes: int, node: int = 0) -> MPIWindow:
         """See ``Group.shared_window``."""
-        return MPIWindow(self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), nbytes)
+        machine = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        shared = machine.Split(node, self.rank)
+        machine.Free()
+        return MPIWindow(shared, nbytes)
 
     def abort(self, code: int) -> None:
         """See ``Group.abort``."""

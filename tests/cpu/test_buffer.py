@@ -93,7 +93,7 @@ def test_size_hint_grows_with_what_it_holds():
     for name in ("num_ranks", "num_max_tokens_per_rank", "hidden"):
         more = sizes | {name: 2 * sizes[name]}
         assert deepep_cupy.Buffer.size_hint(**more, num_experts=256) > hint
-    for wrong in ({"num_ranks": 9}, {"num_ranks": 0}, {"expert_alignment": "a"}):
+    for wrong in ({"num_ranks": 65}, {"num_ranks": 0}, {"expert_alignment": "a"}):
         with pytest.raises(ContractError, match=r"must be a whole number from 1 to"):
             deepep_cupy.Buffer.size_hint(**(sizes | wrong), num_experts=256)
     with pytest.raises(ContractError, match=r"size_hint\(\): argument 'hidden'"):
@@ -196,14 +196,15 @@ class FakeRequest:
 
 class FakeGroup:
     host = "here"
-    world_size = node_size = size = 4
+    world_size = size = 4
+    node_ranks = (0, 1, 2, 3)
 
     def __init__(self, rank=0, window=None):
         self.rank = rank
         self.window = window
         self.barriers = [FakeRequest()]
 
-    def shared_window(self, nbytes):
+    def shared_window(self, nbytes, node=0):
         self.window = self.window or FakeWindow(nbytes)
         return self.window
 

@@ -15,7 +15,7 @@ from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.compile import Loaded
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants
 from deepep_cupy.protocol.headers import Kind, RefusalCode
-from deepep_cupy.protocol.sizes import MAX_RANKS
+from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE
 from simulator.ptx import params_of
 
 ENTRY = get_module("peer_barrier").entry("peer_barrier")
@@ -61,14 +61,14 @@ def test_every_parameter_is_read_at_its_width():
     assert all(int(bits) == widths[name] for bits, name in reads)
 
 
-@pytest.mark.parametrize("size", range(1, MAX_RANKS + 1))
+@pytest.mark.parametrize("size", range(1, MAX_RANKS_PER_NODE + 1))
 def test_values_are_fields_of_the_twins_struct_or_its_constants(size):
     constants = kernel_constants(shape(size))
     values = ptx_barrier_values(ENTRY, constants, comm_of(size))
     comm = {name.split(".")[1] for name in get_kernel("barrier").layout(constants).fields}
     assert list(values) == [param.name for param in ENTRY.params]
     assert comm < set(values)
-    assert values["peer"] == comm_of(size)["peer"] + [0] * (MAX_RANKS - size)
+    assert values["peer"] == comm_of(size)["peer"] + [0] * (MAX_RANKS_PER_NODE - size)
     assert values["word_kind"] == constants["kWordKind"]
     assert values["report_record_head"] == constants["kReportRecordHead"]
     assert values["num_ranks"] == size

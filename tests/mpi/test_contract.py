@@ -36,9 +36,8 @@ def test_nine_ranks_are_refused():
     assert "comm.Split()" in run.outputs[0], run
 
 
-def test_several_nodes_are_refused():
-    run = run_ranks(Path(__file__).with_name("nodes_worker.py"), 4, limit_s=60)
-    run.check()
+def test_pretended_nodes():
+    run_ranks(Path(__file__).with_name("nodes_worker.py"), 4, "pretended", limit_s=60).check()
 
 
 def test_ranks_of_a_wrong_mpirun_are_refused():

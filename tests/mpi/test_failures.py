@@ -4,6 +4,7 @@ Scenarios after which the program goes on share one start; the others have one e
 one in trouble.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ GOOD = (0, 2)
 BAD = 1
 TIMEOUT_S = 1.0
 """As in the worker."""
+NODES = len(os.environ.get("CLUSTER_NODES", "here").split(","))
+"""More than one below ``deepep_cupy.testing.cluster``."""
 
 GO_ON = (
     "late",
@@ -64,10 +67,11 @@ def test_late_rank_is_named_and_reset_mends(sections, name):
         assert "WORKS again open" in sections[name][rank]
     (first, _, message), (then, _, later) = saw(sections[name][BAD])
     # All that rank 1 is to get may have come before the others gave up on it: then its call is
-    # right, and the next one tells.
+    # right, and the next one tells. Across nodes that the others gave up is itself a message.
+    may_be_right = name in ("late_rows", "late_combine") or (NODES > 1 and name == "late_barrier")
     assert (first, then) in (
         ("PeerAbortedError", "StateError"),
-        *[("nothing", "PeerAbortedError")] * (name in ("late_rows", "late_combine")),
+        *[("nothing", "PeerAbortedError")] * may_be_right,
     )
     assert "in vain for this rank (1)" in message + later
     assert "WORKS again open" in sections[name][BAD]
@@ -177,6 +181,7 @@ def test_a_refusal_is_one_traceback_and_one_line_on_each_other_rank():
         assert line.startswith("deepep_cupy.errors.ContractError: dispatch(): rank 1 refused"), run
 
 
+@pytest.mark.skipif(NODES > 1, reason="three nodes may have nine ranks")
 def test_too_many_ranks_are_one_traceback():
     run = run_ranks(WORKER, 9, "constructed", limit_s=60.0)
     assert run.returncode != 0, run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy import env
-from ranks import cluster_flags, mpirun, why_no_nodes
+from ranks import cluster_flags, mpirun, run_ranks, why_no_nodes
 
 HERE = Path(__file__).parent
 
@@ -50,3 +50,22 @@ def test_the_command_ends_at_its_limit_and_its_code_is_passed_on():
     ended = cluster(*cluster_flags(), "--limit", 1, "--", "sleep", "50")
     assert (ended.returncode, ended.stderr) == (124, "cluster: ended after 1 s\n")
     assert cluster(*cluster_flags(), "--", "sh", "-c", "exit 5").returncode == 5
+
+
+@pytest.mark.nodes
+def test_which_nodes_ranks_can_form():
+    run_ranks(HERE / "nodes_worker.py", 4, nodes=2).check()
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_contract(nodes, per_node):
+    run_ranks(HERE / "contract_worker.py", nodes * per_node, nodes=nodes, limit_s=120).check()
+
+
+@pytest.mark.nodes
+@pytest.mark.skipif(bool(cluster_flags()), reason="needs cards: pretended nodes have none")
+def test_a_cable_is_pulled_and_plugged_in_again():
+    run = run_ranks(HERE / "cut_worker.py", 4, nodes=2, limit_s=60)
+    run.check()
+    assert all("WORKS again" in output for output in run.outputs), run

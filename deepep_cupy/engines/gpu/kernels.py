@@ -17,7 +17,8 @@ from deepep_cupy.jit.compile import nvrtc_options, parse_arch, parse_target, raw
 from deepep_cupy.jit.source import generate, include_options
 from deepep_cupy.jit.spec import KernelSpec, Param, Struct
 from deepep_cupy.protocol.constants import KernelShape, kernel_constants, shared_memory_limit
-from deepep_cupy.protocol.sizes import MAX_RANKS, MAX_ROW_BYTES
+from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE
+from deepep_cupy.protocol.sizes import MAX_ROW_BYTES
 
 __all__ = [
     "KERNELS",
@@ -231,7 +232,7 @@ def _complaint(name: str, value: object) -> str:
     """What a field of ``KernelShape`` must be, where it is not; else an empty text."""
     if name == "loads":
         return "" if value in ("coherent", "nc") else "'coherent' or 'nc'"
-    high = {"num_ranks": MAX_RANKS, "num_threads": 1024}.get(name, MAX_ROW_BYTES)
+    high = {"num_ranks": MAX_RANKS_PER_NODE, "num_threads": 1024}.get(name, MAX_ROW_BYTES)
     step = 32 if name == "num_threads" else 1
     number = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if step <= number <= high and number % step == 0:
