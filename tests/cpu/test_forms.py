@@ -315,6 +315,20 @@ def test_the_number_of_tokens_makes_no_new_plan(tokens, monkeypatch):
     assert signature.num_tokens == tokens
 
 
+def test_more_tokens_than_the_buffer_takes_are_refused_in_later_calls_too():
+    for more in ({"topk_idx": np.int64}, {"is_token_in_rank": np.bool_}):
+        made = cache(array_key)
+        widths = {"topk_idx": K, "is_token_in_rank": R}
+        for tokens in (M, M + 1, M, M + 1):
+            extra = {name: zeros(tokens, widths[name], dtype=kind) for name, kind in more.items()}
+            given = DispatchArguments(zeros(tokens, H, dtype=np.float16), **extra)
+            if tokens == M:
+                made.dispatch(given)
+                continue
+            with pytest.raises(ContractError, match=f"{M + 1}"):
+                made.dispatch(given)
+
+
 def test_a_plan_keeps_nothing_of_its_calls():
     """Neither arrays nor events, of the first call or of later ones; and there are not many."""
     made = cache(array_key)

@@ -199,6 +199,76 @@ def rows_of_records(comm):
 
 
 @scenario
+def records_travel_with_what_lies_between_their_fields(comm):
+    particle = np.dtype([("pos", "f8", 3), ("id", "i4")], align=True)  # 28 bytes used of 32
+    raw = np.full((9, 2 * particle.itemsize), 0xA0 + comm.rank, np.uint8)
+    everyone = 0xA0 + np.arange(comm.size)
+    idx = np.full((9, 1), 4 * comm.rank)
+    idx[::2] = -1
+    with make(comm, num_topk=1) as buffer:
+        for expand in (False, True):
+            left_over = [np.full(n, 0x11, np.uint8) for n in (32, 64, 128, 256, 512, 1024) * 4]
+            del left_over
+            got = buffer.dispatch(
+                raw.view(particle), topk_idx=idx, do_expand=expand, expert_alignment=3,
+                do_zero_padding=expand,
+            )  # fmt: skip
+            assert got.recv_x.dtype == particle
+            rows = got.recv_x.view(np.uint8)
+            assert rows.shape == (6 if expand else 4, 64)
+            assert np.all(rows[:4] == 0xA0 + comm.rank)
+            assert not rows[4:].any()
+        mask = np.ones((9, comm.size), bool)
+        mask[::2] = False
+        left_over = [np.full(n, 0x11, np.uint8) for n in (32, 64, 128, 256, 512, 1024) * 4]
+        del left_over
+        got = buffer.dispatch(raw.view(particle), is_token_in_rank=mask)
+        assert np.array_equal(got.recv_x.view(np.uint8)[::4, 0], everyone)
+        assert np.all(got.recv_x.view(np.uint8) == np.repeat(everyone, 4)[:, None])
+
+
+def shifted(array):
+    """A copy at an address that is no multiple of the item."""
+    raw = np.empty(array.nbytes + 1, np.uint8)
+    view = raw[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    assert not view.size or not view.flags.aligned
+    return view
+
+
+@scenario
+def arrays_at_odd_addresses(comm):
+    """NumPy and MPI take them: in the first call, and in later ones whose plan is known."""
+    trip, me, experts = RoundTrip(comm, 17), comm.rank, 4
+    x, idx, w = trip.x[me], trip.idx[me], trip.w[me]
+    results = []
+    with make(comm) as buffer:
+        for put in (np.copy, shifted, np.copy, shifted):
+            stats = put(np.zeros(experts, np.int32))
+            got = buffer.dispatch(
+                put(x), topk_idx=put(idx), topk_weights=put(w), do_expand=True,
+                cumulative_local_expert_recv_stats=stats,
+            )  # fmt: skip
+            out = put(np.zeros_like(x))
+            buffer.combine(
+                put(got.recv_x), got.handle, bias=put(x), out=out,
+                row_weights=put(got.recv_topk_weights),
+            )  # fmt: skip
+            codes = np.ones((len(x), H), np.int8)
+            scales = put(np.full((len(x), -(-H // 128)), 1 + me, np.float32))
+            scaled = buffer.dispatch((codes, scales), topk_idx=put(idx.astype(np.int32)))
+            back = buffer.combine(
+                put(trip.y[me]), trip.dispatch(buffer),
+                topk_weights=put(trip.want[me].recv_topk_weights),
+            )  # fmt: skip
+            assert_combine_equal(back, trip.back[me], rank=me)
+            results.append((got.recv_x, got.recv_topk_weights, stats, out, *scaled.recv_x))
+    for later in results[1:]:
+        for have, want in zip(later, results[0], strict=True):
+            assert_same_bits("array at an odd address", have, want)
+
+
+@scenario
 def what_deepep_passes(comm):
     """DeepEP's own call: layout first, then everything by name, then six fields."""
     with make(comm) as buffer:

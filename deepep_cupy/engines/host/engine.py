@@ -25,6 +25,7 @@ from deepep_cupy.engines.host.moves import (
     rank_bounds,
     rows_of,
     terms_of,
+    whole_items,
 )
 from deepep_cupy.engines.host.wire import CHUNK_BYTES, Wire
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
@@ -199,6 +200,7 @@ class HostEngine:
             words["capacity"] = call.plan.num_worst_tokens
         mask, choices = self._route(call, words)
         words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.plan.expand)
+        dtype, x = x.dtype, whole_items(x)
         birth = self._epoch
         counts = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
 
@@ -222,6 +224,7 @@ class HostEngine:
         if call.routing is None:
             src_idx = move([token.astype(np.int32) for token in senders])
         self._wire.wait("dispatch", "rows")
+        recv_x = recv_x.view(dtype)
         for array, nothing in ((src_idx, -1), (local, -1), (recv_weights, 0)):
             if array is not None:
                 array[bounds[-1] :] = nothing
@@ -485,7 +488,8 @@ def _expanded(
     out = np.empty((routing.num_rows, *width), received.dtype)
     put(received, table, out)
     if zero_padding:
-        out[padding_rows(ends, counts, routing.expert_alignment)] = np.zeros((), out.dtype)
+        padding = padding_rows(ends, counts, routing.expert_alignment)
+        whole_items(out)[padding] = np.zeros((), whole_items(out).dtype)
     return out
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "rank_bounds",
     "rows_of",
     "terms_of",
+    "whole_items",
 ]
 
 
@@ -170,6 +171,12 @@ def rows_of(x: NDArray[Any], tokens: NDArray[np.intp]) -> NDArray[Any]:
         return x
     taken: NDArray[Any] = x[tokens]
     return taken
+
+
+def whole_items(x: NDArray[Any]) -> NDArray[Any]:
+    """A view of rows whose items NumPy copies whole. Records it copies field by field, and between
+    the fields of a copy would be left-over memory of somebody else."""
+    return x if x.dtype.names is None else x.view(f"V{x.itemsize}")
 
 
 def masked_weights(
