@@ -31,7 +31,7 @@ from pathlib import Path
 ORDER = (
     *("protocol", "reference", "errors", "env", "_resources", "_version", "log"),
     *("jit", "ranks", "memory", "engines", "api", "__init__"),
-    *("testing", "inspect", "cli", "litmus", "bench", "__main__"),
+    *("jax", "testing", "inspect", "cli", "litmus", "bench", "__main__"),
 )
 """From the lowest to the highest. A room, or a file beside the rooms without its suffix.
 ``cli`` is what commands stand on; it finds those of ``bench`` and ``litmus`` by their names."""

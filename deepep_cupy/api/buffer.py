@@ -28,13 +28,14 @@ from deepep_cupy.engines.calls import (
     CombineOptions,
     DispatchArguments,
     DispatchOptions,
+    Routing,
     Signature,
     imported,
 )
 from deepep_cupy.engines.protocol import CombineOutput, DispatchOutput, Engine
 from deepep_cupy.engines.select import make_engine, too_large
 from deepep_cupy.errors import ContractError, PlatformError
-from deepep_cupy.protocol.headers import Kind
+from deepep_cupy.protocol.headers import Kind, Layout
 from deepep_cupy.protocol.nodes import MAX_RANKS
 from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_ROWS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
@@ -533,6 +534,11 @@ class Buffer:
         done = self._life.operate("combine", _COMBINE, self._combine, given)
         combined_x = done.combined_x if out is None else out
         return CombineResult(combined_x, done.combined_topk_weights, EventOverlap(done.event))
+
+    def _handle_over(self, routing: Routing, num_topk: int) -> DispatchHandle:
+        """A handle over what a dispatch by ``topk_idx`` left, kept elsewhere meanwhile."""
+        signature = self._checker.signature(routing.num_tokens, num_topk, Layout.TOPK)
+        return DispatchHandle(routing, [], signature)
 
     def _combine(self, given: CombineArguments) -> CombineOutput:
         return self._engine.combine(self._calls.combine(given))

@@ -273,10 +273,10 @@ class Checker:
             signature = handle.signature
         elif given.topk_idx is not None:
             topk_idx = self._choices(given.topk_idx, num_tokens)
-            signature = made = self._signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
+            signature = made = self.signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
         elif given.is_token_in_rank is not None:
             mask = self.take("dispatch", "is_token_in_rank", given.is_token_in_rank)
-            signature = made = self._signature(num_tokens, 0, Layout.MASK)
+            signature = made = self.signature(num_tokens, 0, Layout.MASK)
         else:
             self._wrong("", "needs one of topk_idx, is_token_in_rank or handle, got none")
         weights = None
@@ -313,7 +313,8 @@ class Checker:
         """Refuse a dispatch."""
         self.refuse("dispatch", argument, complaint)
 
-    def _signature(self, num_tokens: int, num_topk: int, layout: Layout) -> Signature:
+    def signature(self, num_tokens: int, num_topk: int, layout: Layout) -> Signature:
+        """The signature of a dispatch of this Buffer."""
         spec = self._spec
         return Signature(
             self._buffer, spec.num_ranks, num_tokens, num_topk, spec.num_experts, layout

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from deepep_cupy.errors import ContractError
 from deepep_cupy.ranks.group import Bytes, LinkError, Request
 
-__all__ = ["MPIGroup", "world"]
+__all__ = ["MPIGroup", "other_threads_may_call", "world"]
 
 PAGE = 4096
 
@@ -26,6 +26,12 @@ _kept: list[Request] = []
 def world() -> Any:
     """``MPI.COMM_WORLD``, for the commands."""
     return MPI.COMM_WORLD
+
+
+def other_threads_may_call() -> bool:
+    """Whether MPI may be called from another thread than the one that initialised it, one thread
+    at a time."""
+    return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
 
 class MPIRequest:

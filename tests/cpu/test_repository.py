@@ -62,6 +62,7 @@ TOP_LEVEL = {
     "LICENSE",
     "README.md",
     "deepep_cupy",
+    "docs",
     "examples",
     "ptx",
     "pyproject.toml",
@@ -331,7 +332,7 @@ MOST_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 _FENCED = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^()\s>]+)>?[^()]*\)")
-_OF_OURS = re.compile(r"(?:deepep_cupy|examples|ptx|scripts|tests|\.ci)/[\w./*-]*")
+_OF_OURS = re.compile(r"(?:deepep_cupy|docs|examples|ptx|scripts|tests|\.ci)/[\w./*-]*")
 
 
 def pages() -> list[Path]:

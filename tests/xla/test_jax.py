@@ -1,0 +1,64 @@
+"""``deepep_cupy.jax`` on CPUs: compiled programs on the ranks, and the layout of XLA's structs."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ranks import run_ranks
+
+jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
+
+from deepep_cupy.jax.ffi import LAYOUT  # noqa: E402 - JAX may be missing
+
+WORKER = Path(__file__).with_name("jax_worker.py")
+SHARDS = Path(__file__).with_name("shard_worker.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "08_jax_digits.py"
+
+
+@pytest.mark.mpi
+def test_programs_on_the_ranks(num_ranks):
+    run = run_ranks(WORKER, num_ranks, limit_s=280)
+    run.check()
+    done = re.findall(r"s (\w+)$", run.outputs[0], re.MULTILINE)
+    assert len(done) == len(set(done)) == WORKER.read_text().count("\n@scenario\n")
+
+
+@pytest.mark.mpi
+def test_shard_map(num_ranks):
+    run = run_ranks(SHARDS, num_ranks, limit_s=120)
+    run.check()
+    assert run.outputs[0].count(": ok") == 2, run
+
+
+@pytest.mark.mpi
+def test_the_example_learns(num_ranks):
+    if 8 % num_ranks:
+        pytest.skip("8 experts are for 1, 2, 4 or 8 ranks")
+    run = run_ranks(EXAMPLE, num_ranks, limit_s=200, environment={"JAX_PLATFORMS": "cpu"})
+    run.check()
+    assert re.search(r"^OK: .* the dense layer's", run.outputs[0], re.MULTILINE), run
+
+
+def test_layouts_are_those_of_the_header(tmp_path):
+    """A C compiler says where the members lie that ``ffi`` reads."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    lines = []
+    for name in LAYOUT:
+        struct, _, member = name.partition(".")
+        lines.append(f'printf("%zu\\n", offsetof({struct}, {member}));')
+    source = tmp_path / "offsets.c"
+    source.write_text(
+        '#include <stdio.h>\n#include "xla/ffi/api/c_api.h"\n'
+        "int main(void) {" + "".join(lines) + "return 0;}"
+    )
+    program = tmp_path / "offsets"
+    command = [compiler, "-I", jax.ffi.include_dir(), source, "-o", program]
+    subprocess.run(command, check=True, timeout=60)
+    printed = subprocess.run([program], check=True, timeout=60, capture_output=True, text=True)
+    found = dict(zip(LAYOUT, map(int, printed.stdout.split()), strict=True))
+    assert found == {name: 8 * word for name, word in LAYOUT.items()}
