@@ -178,6 +178,12 @@ class Buffer:
         return self._spec.num_ranks
 
     @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, ascending; nodes by their lowest rank."""
+        nodes = self._spec.nodes
+        return (tuple(range(self.num_ranks)),) if nodes is None else nodes.ranks_of
+
+    @property
     def num_max_tokens_per_rank(self) -> int:
         """M, the most tokens a rank dispatches in one call."""
         return self._spec.num_max_tokens_per_rank
@@ -472,7 +478,7 @@ class Buffer:
         *,
         own: bool = False,
         out: Any = None,
-        reduce: Literal["exact", "per_rank"] = "exact",
+        reduce: Literal["exact", "per_rank", "per_node"] = "exact",
         row_weights: Any = None,
     ) -> CombineResult:
         """Bring every row back to the rank of its token, and add the rows of each token.
@@ -504,7 +510,11 @@ class Buffer:
                 Must share no memory with another argument.
             reduce: Expanded layout. ``"exact"``: every copy travels, terms are the copies (rank
                 by rank, then by column of the choice), rounded once. ``"per_rank"``: each rank
-                first adds its copies of a token and rounds; less travels.
+                first adds its copies of a token and rounds; less travels. Any layout, on several
+                nodes: ``"per_node"``: each node first adds its ranks' rows of a token, ascending,
+                and rounds, and one row a node travels; then nodes are added like ranks.
+                ``reference.combine`` says every bit. On one node it is ``"exact"`` for plain
+                rows and ``"per_rank"`` for the expanded layout.
             row_weights: Expanded layout, floating rows: ``[rows]`` float32, multiplied into the
                 copies in the type of the sum.
 

@@ -10,7 +10,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import world
 from deepep_cupy.cli.table import columns
 from deepep_cupy.errors import ContractError
-from deepep_cupy.testing.data import Case, cases, expected, mode_cases
+from deepep_cupy.testing.data import Case, cases, expected, mode_cases, node_cases
 from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_needed
 
 __all__ = ["add_arguments", "run"]
@@ -41,6 +41,9 @@ The words of a case, in this order:
   stats, out, async  statistics; combine into a given array; async_finish on both calls
 dispatch, combine: ok, WRONG, or - (rows that cannot be added; a mode the engine does not have)
 """
+_Nodes: TypeAlias = tuple[tuple[int, ...], ...]
+_BY_NODE = "sums by node"
+
 _MODES: dict[str, Callable[[Case], bool]] = {
     "by topk_idx": lambda case: case.layout == "topk",
     "by is_token_in_rank": lambda case: case.layout == "mask",
@@ -52,6 +55,7 @@ _MODES: dict[str, Callable[[Case], bool]] = {
     "statistics": lambda case: case.stats,
     "combine into out": lambda case: case.out,
     "events": lambda case: case.background,
+    _BY_NODE: lambda case: case.reduce == "per_node",
 }
 """Line of the summary → which cases it counts; a case may be in several."""
 
@@ -80,12 +84,14 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(f"check: argument --seed must be 0 or more, got {args.seed}.")
     small = args.size == "small"
     chosen = cases(comm.size, small=small) + mode_cases(comm.size, small=small)
-    engine = _vote(comm, args.engine)
+    engine, nodes = _vote(comm, args.engine)
+    if len(nodes) > 1:
+        chosen += node_cases(comm.size)
     table = _Table(chosen, shown=comm.rank == 0)
     wrong = missing = 0
     for number, case in enumerate(chosen):
         table.begin(number, case)
-        mine = _try(comm, case, args.seed, engine)
+        mine = _try(comm, case, args.seed, engine, nodes)
         every: list[_Outcome] = comm.allgather(mine)
         wrong += any(outcome.failed for outcome in every)
         table.row(case, every)
@@ -94,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _vote(comm: Any, engine: str) -> str:
-    """Let the ranks choose an engine once, so that the reason is logged once."""
+def _vote(comm: Any, engine: str) -> tuple[str, _Nodes]:
+    """Let the ranks choose an engine once, so that the reason is logged once; where they are."""
     with Buffer(comm, num_max_tokens_per_rank=1, hidden=1, num_topk=0, engine=engine) as buffer:
-        return buffer.engine_name
+        return buffer.engine_name, buffer.nodes
 
 
 # --------------------------------------------------------------------------------------- one case
@@ -118,9 +124,9 @@ class _Outcome:
         return _WRONG in (self.dispatch, self.combine)
 
 
-def _try(comm: Any, case: Case, seed: int, engine: str) -> _Outcome:
+def _try(comm: Any, case: Case, seed: int, engine: str, nodes: _Nodes) -> _Outcome:
     """Run one case on a Buffer of its own. Collective."""
-    part = expected(case, seed).of_rank(comm.rank)
+    part = expected(case, seed, nodes).of_rank(comm.rank)
     with Buffer(comm, engine=engine, **buffer_arguments(case)) as buffer:
         outcome = _Outcome(buffer.engine_name)
         if not modes_needed(case) <= buffer.modes:
@@ -214,6 +220,8 @@ class _Table:
         rows = []
         for name, counts in _MODES.items():
             found = [(bad, absent) for case, bad, absent in self._found if counts(case)]
+            if name == _BY_NODE and not found:
+                continue  # on one node
             bad, absent = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
             rows.append((name, len(found), len(found) - bad - absent, bad, absent))
         self._print("\n" + columns(("mode", "cases", "right", "wrong", "not here"), rows) + "\n")

@@ -50,7 +50,7 @@ ScalesLayout: TypeAlias = Literal["row", "column"]
 """Order of received scales ``[rows, S]`` in memory: C (``row``) or Fortran (``column``)."""
 
 
-Reduce: TypeAlias = Literal["exact", "per_rank"]
+Reduce: TypeAlias = Literal["exact", "per_rank", "per_node"]
 """How a combine of the expanded layout adds the copies of a token that one rank holds."""
 
 
@@ -405,10 +405,11 @@ class CombinePlan(CallPlan):
 
     Attributes:
         own: True when the result is to be ordinary memory rather than pool memory.
-        reduce: Expanded layout only. ``"exact"``: terms are the copies, rank by rank and within
+        reduce: Expanded layout: ``"exact"``: terms are the copies, rank by rank and within
             a rank by ascending column of the choice, rounded once. ``"per_rank"``: each rank
             first adds its copies of a token in that order and rounds; the rest is a plain
-            combine of these sums.
+            combine of these sums. Any layout: ``"per_node"``, of several nodes alone: each node
+            first adds its ranks' rows of a token (expanded: their sums of copies) and rounds.
         num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
         streams: Where the calls run, without the event that a call begins after.
     """

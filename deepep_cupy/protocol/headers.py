@@ -93,6 +93,8 @@ class LayoutFlag(IntFlag):
     """Combine of the expanded layout with ``reduce="per_rank"``."""
     ROW_WEIGHTS = 64
     """Combine of the expanded layout that multiplies rows with weights."""
+    PER_NODE = 128
+    """Combine with ``reduce="per_node"``, on several nodes."""
 
 
 def layout_word(layout: int, flags: LayoutFlag | int = 0) -> int:
@@ -318,6 +320,7 @@ def _layout_name(value: int) -> str:
             (LayoutFlag.EXPANDED, "expanded"),
             (LayoutFlag.PER_RANK, "reduce='per_rank'"),
             (LayoutFlag.ROW_WEIGHTS, "row_weights"),
+            (LayoutFlag.PER_NODE, "reduce='per_node'"),
         )
         if flag in flags
     ]

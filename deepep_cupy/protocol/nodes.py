@@ -42,6 +42,11 @@ class NodeMap:
 
     ranks_of: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def one(cls, num_ranks: int) -> NodeMap:
+        """All ranks on one node."""
+        return cls((tuple(range(num_ranks)),))
+
     @property
     def num_nodes(self) -> int:
         """N."""

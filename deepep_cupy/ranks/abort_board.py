@@ -83,7 +83,7 @@ class AbortBoard:
     def __init__(self, group: Group, nodes: NodeMap | None = None) -> None:
         self._rank = group.rank
         self._size = group.size
-        nodes = nodes or NodeMap((tuple(range(group.size)),))
+        nodes = nodes or NodeMap.one(group.size)
         mates = nodes.mates_of(group.rank)
         self._far = tuple(rank for rank in range(self._size) if rank not in mates)
         self._window = group.shared_window(

@@ -89,6 +89,7 @@ class Rendezvous:
         operation: str,
         phase: str,
         at_least: RankState = RankState.ABORTED,
+        patience_s: float = 0.0,
     ) -> None:
         """Wait until all requests are done; those that are not stay in ``pending`` if this raises.
 
@@ -97,9 +98,10 @@ class Rendezvous:
             operation: Method name, for the message.
             phase: What is waited for, for the message.
             at_least: State of another rank that ends the wait.
+            patience_s: Wait so much longer than ``timeout_s``.
         """
         expired, hopeless, rounds = 0, 0, 0
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s + patience_s
         while True:
             expired += time.monotonic() > deadline
             # A rank that has given up may have sent this before: only what stays away is lost.

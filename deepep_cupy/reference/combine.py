@@ -66,8 +66,9 @@ def combine(
     *,
     topk_weights: Sequence[Array] | None = None,
     biases: Sequence[Sequence[Array]] | None = None,
-    reduce: Literal["exact", "per_rank"] = "exact",
+    reduce: Literal["exact", "per_rank", "per_node"] = "exact",
     row_weights: Sequence[Array] | None = None,
+    nodes: Sequence[Sequence[int]] | None = None,
 ) -> list[CombineResult]:
     """Add up, for each token, the rows that the ranks it was sent to give back.
 
@@ -107,6 +108,14 @@ def combine(
       ``combined_topk_weights[t, k]`` is the weight of the copy of choice k, bit for bit, and +0
       where the choice is -1.
 
+    **Several nodes.** ``reduce="per_node"``: each node first adds the rows that its ranks have of
+    a token, by ascending rank (rules 1 to 3, so with a rounding of its own, on the token's own
+    node too); in the expanded layout those rows are the sums of ``"per_rank"``. What is combined
+    then are these sums, as if each node were one rank: biases first, nodes by their lowest rank.
+    ``topk_weights`` of a layout that is not expanded are summed the same two ways. With one node
+    there is nothing between a rank and the whole: plain rows are combined as by ``"exact"``, the
+    expanded layout's as by ``"per_rank"``. No other way to add depends on ``nodes``.
+
     In a layout of the worst case the rows behind the real ones are not read, and neither are
     rows that only fill up an expert's group.
 
@@ -124,8 +133,10 @@ def combine(
             on all ranks or on none.
         biases: Per rank zero to two arrays ``[T, H]`` of the dtype of the rows. Ranks
             may differ in how many they pass.
-        reduce: Of the expanded layout; without effect on any other.
+        reduce: ``"per_node"`` on several nodes; the others are of the expanded layout, and without
+            effect on any other.
         row_weights: Per rank ``[rows]`` float32; expanded layout alone.
+        nodes: The ranks of each node, ascending; None: all on one.
 
     Returns:
         One ``CombineResult`` a rank.
@@ -146,8 +157,9 @@ def combine(
         _Copies(y, _table(y, handle), None if row_weights is None else row_weights[rank])
         for rank, (y, handle) in enumerate(zip(ys, handles, strict=True))
     ]
-    if expanded and reduce == "per_rank":
+    if expanded and reduce != "exact":
         copies = [copy.summed() for copy in copies]
+    groups = nodes if reduce == "per_node" and nodes is not None and len(nodes) > 1 else None
     results = []
     for rank, handle in enumerate(handles):
         combined_weights = None
@@ -155,8 +167,8 @@ def combine(
             combined_weights = _gather(topk_weights, handles, handle.send_row)
         elif topk_weights is not None:
             plain = [_Copies(weight, _table(weight, handle)) for weight in topk_weights]
-            combined_weights = _add(plain, handle.send_row, ())
-        combined_x = _add(copies, handle.send_row, given[rank])
+            combined_weights = _add_by_node(plain, handle.send_row, (), groups)
+        combined_x = _add_by_node(copies, handle.send_row, given[rank], groups)
         results.append(CombineResult(combined_x, combined_weights))
     return results
 
@@ -258,6 +270,25 @@ def _add(copies: Sequence[_Copies], send_row: Array, biases: Sequence[Array]) ->
         terms = _terms(copies, send_row[block])
         out[block] = add(out[block].shape, out.dtype, [bias[block] for bias in biases], terms)
     return out
+
+
+def _add_by_node(
+    copies: Sequence[_Copies],
+    send_row: Array,
+    biases: Sequence[Array],
+    nodes: Sequence[Sequence[int]] | None,
+) -> Array:
+    """All tokens of one rank: node by node first, where there are ``nodes``."""
+    if nodes is None:
+        return _add(copies, send_row, biases)
+    of_token = np.arange(len(send_row), dtype=np.int32)[:, None]
+    sums, present = [], []
+    for ranks in nodes:
+        columns = send_row[:, list(ranks)]
+        node = [copies[rank] for rank in ranks]
+        sums.append(_Copies(_add(node, columns, ()), of_token))
+        present.append((columns >= 0).any(axis=1))
+    return _add(sums, np.where(np.stack(present, axis=1), of_token, -1), biases)
 
 
 def _terms(copies: Sequence[_Copies], send_row: Array) -> Iterator[tuple[Array, Array]]:

@@ -19,10 +19,11 @@ import ml_dtypes
 import numpy as np
 
 from deepep_cupy.protocol.control_block import align
+from deepep_cupy.protocol.nodes import MAX_RANKS
 from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.testing.pairwise import Pair, Row, covering_rows
 
-__all__ = ["Case", "cases", "mode_cases", "mode_table", "sequence", "table"]
+__all__ = ["Case", "cases", "mode_cases", "mode_table", "node_cases", "sequence", "table"]
 
 Levels: TypeAlias = tuple[tuple[Any, ...], ...]
 """Per level of a factor the values it stands for."""
@@ -90,7 +91,7 @@ class Case:
     wait: str = "host"
     expand: bool = False
     zero_padding: bool = False
-    reduce: Literal["exact", "per_rank"] = "exact"
+    reduce: Literal["exact", "per_rank", "per_node"] = "exact"
     row_weights: bool = False
     stats: bool = False
     out: bool = False
@@ -117,7 +118,7 @@ class Case:
             self.wait if self.wait != "host" else "",
             "expand" if self.expand else "",
             "zeros" if self.zero_padding else "",
-            "perrank" if self.reduce == "per_rank" else "",
+            self.reduce.replace("_", "") if self.reduce != "exact" else "",
             "rowweights" if self.row_weights else "",
             "stats" if self.stats else "",
             "out" if self.out else "",
@@ -594,11 +595,11 @@ def cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
     """The cases of the plain calls, alike on every rank and in every run.
 
     Args:
-        num_ranks: R, 1 to 8.
+        num_ranks: R, 1 to 64.
         small: A few tokens of a few elements with the same pairs: for a simulator.
     """
-    if not 1 <= num_ranks <= 8:
-        raise ValueError(f"cases(): num_ranks must be 1 to 8, got {num_ranks}")
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"cases(): num_ranks must be 1 to {MAX_RANKS}, got {num_ranks}")
     chosen = [case for _, case in table(num_ranks, small)[0]] + _nothing_to_send(num_ranks, small)
     if not small:
         chosen += sequence(num_ranks) + _models(num_ranks)
@@ -609,10 +610,36 @@ def mode_cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
     """The cases of the modes, alike on every rank and in every run.
 
     Args:
-        num_ranks: R, 1 to 8.
+        num_ranks: R, 1 to 64.
         small: A few tokens of short rows with the same pairs.
     """
-    if not 1 <= num_ranks <= 8:
-        raise ValueError(f"mode_cases(): num_ranks must be 1 to 8, got {num_ranks}")
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"mode_cases(): num_ranks must be 1 to {MAX_RANKS}, got {num_ranks}")
     chosen = [case for _, case in mode_table(num_ranks, small)[0]]
     return tuple(dict.fromkeys(chosen + _fixed_modes(num_ranks, small)))
+
+
+def node_cases(num_ranks: int) -> tuple[Case, ...]:
+    """The cases of ``reduce="per_node"``, for ranks of several nodes.
+
+    Args:
+        num_ranks: R.
+    """
+    tokens = _alternate(num_ranks, 33, 0, 16, 7)
+    plain = Case(num_ranks, tokens, 40, 4 * num_ranks, 8, "bfloat16", reduce="per_node")
+    few = replace(plain, num_topk=3, num_experts=2 * num_ranks)
+    return (
+        *(replace(plain, dtype=dtype) for dtype in ("bfloat16", "float16", "float32", "int16")),
+        *(replace(plain, num_biases=number, dtype="float64") for number in (1, 2)),
+        replace(plain, weights=True, num_biases=2),
+        replace(few, weights=True, layout="cached", routing="half"),
+        replace(few, num_tokens=(0,) * num_ranks),
+        replace(few, routing="nothing", num_biases=1),
+        replace(few, routing="one", out=True),
+        replace(few, layout="mask", num_topk=0, num_experts=None, weights=False),
+        replace(few, wait="worst", weights=True),
+        replace(few, fp8="quantize", weights=True),
+        replace(plain, expand=True, row_weights=True, num_biases=1),
+        replace(plain, expand=True, weights=True, dtype="float32", wait="worst"),
+        replace(plain, expand=True, dtype="int32", layout="cached"),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from deepep_cupy.reference import (
     get_dispatch_layout,
 )
 from deepep_cupy.reference.quant import num_groups
-from deepep_cupy.testing.cases import Case, cases, mode_cases, sequence
+from deepep_cupy.testing.cases import Case, cases, mode_cases, node_cases, sequence
 
 __all__ = [
     "Case",
@@ -37,6 +38,7 @@ __all__ = [
     "make_rank_inputs",
     "make_rows",
     "mode_cases",
+    "node_cases",
     "sequence",
 ]
 
@@ -213,8 +215,8 @@ def make_rows(case: Case, seed: int, rank: int, num_rows: int, unread: Array | N
     return Rows(y, weights, row_weights)
 
 
-def expected(case: Case, seed: int) -> Expected:
-    """Run the reference for all ranks of a case."""
+def expected(case: Case, seed: int, nodes: Sequence[Sequence[int]] | None = None) -> Expected:
+    """Run the reference for all ranks of a case; ``nodes``: see ``reference.combine``."""
     inputs = make_inputs(case, seed)
     routing: dict[str, Any] = {"expert_alignment": case.expert_alignment}
     if case.from_topk:
@@ -259,6 +261,7 @@ def expected(case: Case, seed: int) -> Expected:
         biases=[entry.biases for entry in inputs],
         reduce=case.reduce,
         row_weights=[_given(e.row_weights) for e in given] if case.row_weights else None,
+        nodes=nodes,
     )
     return Expected(inputs, first, dispatched, given, combined, worst, stats)
 

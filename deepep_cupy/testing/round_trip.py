@@ -130,7 +130,9 @@ class RoundTrip:
             places[1][...] = y
         options: dict[str, Any] = {"topk_weights": self._y_weights, "bias": self._biases}
         if case.expand:
-            options |= {"reduce": case.reduce, "row_weights": self._row_weights}
+            options["row_weights"] = self._row_weights
+        if case.expand or case.reduce == "per_node":
+            options["reduce"] = case.reduce
         results = []
         for number, rows in enumerate(places):
             if case.out:

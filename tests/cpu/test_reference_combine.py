@@ -303,3 +303,47 @@ def test_arguments_that_do_not_fit_are_refused():
     bad("wanted 2 topk_weights", y, handles, topk_weights=weights[:1])
     bad("topk_weights .* on rank 0", y, handles, topk_weights=weights[::-1])
     bad("topk_weights .* on rank 1", y, handles, topk_weights=[weights[0], weights[1][:, :1]])
+
+
+def by_loops(ys, handles, biases, nodes):
+    """``reduce="per_node"`` of bfloat16 rows, element by element."""
+    bf16, f32 = ml_dtypes.bfloat16, np.float32
+
+    def total(terms):
+        value = None
+        for term in terms:
+            value = f32(term) if value is None else f32(value + f32(term))
+        return bf16(f32(0) if value is None else value)
+
+    results = []
+    for handle, given in zip(handles, biases, strict=True):
+        out = np.empty((handle.num_tokens, ys[0].shape[1]), bf16)
+        for token, row in enumerate(handle.send_row):
+            for column in range(out.shape[1]):
+                terms = [bias[token, column] for bias in given]
+                for ranks in nodes:
+                    here = [ys[rank][row[rank], column] for rank in ranks if row[rank] >= 0]
+                    terms += [total(here)] if here else []
+                out[token, column] = total(terms)
+        results.append(out)
+    return results
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))])
+def test_per_node_adds_ranks_of_a_node_first(nodes):
+    rng = np.random.default_rng(4)
+    masks = [rng.random((9, 4)) < 0.7 for _ in range(4)]
+    masks[2][:] = False
+    sent = reference.dispatch([np.zeros((9, 5), ml_dtypes.bfloat16)] * 4, is_token_in_rank=masks)
+    handles = [each.handle for each in sent]
+    ys = [rng.standard_normal((each.num_rows, 5)).astype(ml_dtypes.bfloat16) for each in handles]
+    biases = [[rng.standard_normal((9, 5)).astype(ml_dtypes.bfloat16)] * n for n in (0, 1, 2, 1)]
+    got = reference.combine(ys, handles, biases=biases, reduce="per_node", nodes=nodes)
+    for result, want in zip(got, by_loops(ys, handles, biases, nodes), strict=True):
+        assert result.combined_x.tobytes() == want.tobytes()
+    exact = reference.combine(ys, handles, biases=biases)
+    differs = any((a.combined_x != b.combined_x).any() for a, b in zip(got, exact, strict=True))
+    assert differs == (len(nodes) == 2)  # a node of one rank adds nothing, and rounds nothing
+    one = reference.combine(ys, handles, biases=biases, reduce="per_node", nodes=[range(4)])
+    for a, b in zip(one, exact, strict=True):
+        assert a.combined_x.tobytes() == b.combined_x.tobytes()

@@ -114,7 +114,7 @@ def before_rows(name):
     """Delay rank 1 between headers and rows: the others' rows are on their way then."""
 
     def delayed(buffer):
-        mover = buffer._engine._mover
+        mover = buffer._engine._mover if name == "bring_back" else buffer._engine._rail
         real = getattr(mover, name)
 
         def slow(*arguments, **named):
@@ -134,7 +134,7 @@ def late(comm):
 
 @scenario
 def late_rows(comm):
-    late_in(comm, before_rows("move"), lambda buffer, trip, handle: trip.there(buffer))
+    late_in(comm, before_rows("spread"), lambda buffer, trip, handle: trip.there(buffer))
 
 
 @scenario
@@ -144,6 +144,16 @@ def late_combine(comm):
         before_rows("bring_back"),
         lambda buffer, trip, handle: trip.and_back(buffer, handle),
     )
+
+
+@scenario
+def late_sums(comm):
+    """Several nodes: rank 1 is late with what it has for the sums of its node."""
+
+    def sums(buffer, trip, handle):
+        buffer.combine(trip.sent[comm.rank].recv_x, handle, reduce="per_node")
+
+    late_in(comm, before_rows("bring_sums"), sums)
 
 
 @scenario
@@ -190,7 +200,7 @@ def late_then_close(comm):
     buffer = make(comm)
     meet(comm)
     if comm.rank == BAD:
-        before_rows("move")(buffer)
+        before_rows("spread")(buffer)
     report(lambda: trip.there(buffer))
     meet(comm)
     buffer.close()
@@ -228,7 +238,7 @@ def stopped_in_rows(comm):
     trip = RoundTrip(comm, 1)
     with make(comm) as buffer:
         if comm.rank == BAD:
-            buffer._engine._mover.move = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+            buffer._engine._rail.spread = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
         trip.there(buffer)
 
 
@@ -366,12 +376,12 @@ def out_of_memory(comm):
 
     with make(comm) as buffer:
         if comm.rank == BAD:
-            real, buffer._engine._mover.move = buffer._engine._mover.move, fail
+            real, buffer._engine._rail.spread = buffer._engine._rail.spread, fail
             try:
                 trip.there(buffer)
             except MemoryError:
                 print("SAW MemoryError", buffer.state.value)
-            buffer._engine._mover.move = real
+            buffer._engine._rail.spread = real
         else:
             report(lambda: trip.there(buffer))
         meet(comm)

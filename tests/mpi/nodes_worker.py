@@ -11,6 +11,8 @@ from mpi4py import MPI
 
 from deepep_cupy import Buffer, ContractError, PlatformError, env
 from deepep_cupy.reference import combine, dispatch
+from deepep_cupy.testing.data import expected, node_cases
+from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments
 
 COMM = MPI.COMM_WORLD
 TOKENS, EXPERTS, K = 20, 8, 3
@@ -47,6 +49,27 @@ def works(num_nodes, **arguments):
             buffer.dispatch(x[me], topk_idx=idx[me], num_tokens_per_rdma_rank=by_node)
 
 
+def sums_by_node(ranks_per_node):
+    """The cases of ``reduce="per_node"``, bit by bit against the reference."""
+    for case in node_cases(COMM.size):
+        arguments = buffer_arguments(case) | {"engine": "host", "ranks_per_node": ranks_per_node}
+        with Buffer(COMM, **arguments) as buffer:
+            part = expected(case, 0, buffer.nodes).of_rank(COMM.rank)
+            trip = RoundTrip(buffer, case, part)
+            got = trip.dispatch()
+            trip.compare_dispatch(got)
+            trip.compare_combine(trip.combine(got.handle))
+
+
+def one_rank_adds_otherwise():
+    """All must want the same sums."""
+    with Buffer(COMM, **SIZES, ranks_per_node=1) as buffer:
+        recv = buffer.dispatch(np.ones((1, 8), np.float32), topk_idx=np.zeros((1, 1), np.int64))
+        reduce = "per_node" if COMM.rank == 1 else "exact"
+        with pytest.raises(ContractError, match=r"rank 1: none [+] reduce='per_node'"):
+            buffer.combine(recv.recv_x, recv.handle, reduce=reduce)
+
+
 def refused(kind, match, comm=COMM, **arguments):
     """The constructor raises one sentence, the same on every rank."""
     with pytest.raises(kind, match=match) as caught:
@@ -59,6 +82,9 @@ def main():
     pretended = "pretended" in sys.argv
     works(1 if pretended else 2)
     works(4, ranks_per_node=1)
+    sums_by_node(1 if pretended else None)
+    sums_by_node(2)
+    one_rank_adds_otherwise()
     works(2, ranks_per_node=2)
     hosts = r"\(4 on \S+\)" if pretended else r"\(2 on \S+, 2 on \S+\)"
     refused(ContractError, f"must divide the number of ranks, got 3 .* {hosts}", ranks_per_node=3)

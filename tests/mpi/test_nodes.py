@@ -69,3 +69,21 @@ def test_a_cable_is_pulled_and_plugged_in_again():
     run = run_ranks(HERE / "cut_worker.py", 4, nodes=2, limit_s=60)
     run.check()
     assert all("WORKS again" in output for output in run.outputs), run
+
+
+@pytest.mark.nodes
+@pytest.mark.skipif(bool(cluster_flags()), reason="needs cards: pretended nodes have none")
+def test_a_token_crosses_once_a_node():
+    run_ranks(HERE / "bytes_worker.py", 4, nodes=2).check()
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("name", ["late_rows", "late_sums"])
+def test_who_is_late_on_the_way_by_another_rank_is_named(name):
+    run = run_ranks(HERE / "failure_worker.py", 4, name, nodes=2)
+    run.check()
+    for rank in (0, 2, 3):
+        first = run.outputs[rank].split("\n")[1]
+        assert first.startswith("SAW PeerTimeoutError"), run
+        assert "rank 1" in first, run
+    assert all("WORKS again open" in output for output in run.outputs), run

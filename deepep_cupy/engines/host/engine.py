@@ -27,6 +27,7 @@ from deepep_cupy.engines.host.moves import (
     terms_of,
     whole_items,
 )
+from deepep_cupy.engines.host.rail import PATIENCE_S, Batch, Rail
 from deepep_cupy.engines.host.wire import CHUNK_BYTES, Wire
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
 from deepep_cupy.errors import ContractError
@@ -44,13 +45,15 @@ from deepep_cupy.protocol.headers import (
     refused_elsewhere,
     verdict,
 )
+from deepep_cupy.protocol.nodes import NodeMap
+from deepep_cupy.protocol.rail import RailPart, plan_rail
 from deepep_cupy.protocol.sizes import BufferSpec, worst_expanded_rows
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason
 from deepep_cupy.ranks.group import Group
 from deepep_cupy.ranks.rendezvous import Rendezvous
 from deepep_cupy.reference import get_dispatch_layout, quantize
 from deepep_cupy.reference.checks import names_an_expert_twice, names_no_expert
-from deepep_cupy.reference.combine import add, sum_copies
+from deepep_cupy.reference.combine import Terms, add, sum_copies
 from deepep_cupy.reference.layout import (
     Handle,
     count_experts,
@@ -100,6 +103,8 @@ class HostEngine:
         self._spec = spec
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
         self._wire = Wire(self._rendezvous, chunk_bytes)
+        self._nodes = spec.nodes or NodeMap.one(spec.num_ranks)
+        self._rail = Rail(self._wire, self._nodes, spec.rank)
         self._mover = Mover(self._wire, spec)
         self._epoch = _FIRST_EPOCH
         self._generation = 0
@@ -198,32 +203,53 @@ class HostEngine:
         words = self._describe(Kind.DISPATCH, x, call.topk_weights, scales)
         if call.plan.num_worst_tokens is not None:
             words["capacity"] = call.plan.num_worst_tokens
-        mask, choices = self._route(call, words)
+        mask = self._route(call, words)
         words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.plan.expand)
         dtype, x = x.dtype, whole_items(x)
         birth = self._epoch
-        counts = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64))
+        parts = self._rail_parts(mask)
+        counts, records = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64), parts)
 
-        senders = [np.flatnonzero(column) for column in mask.T]
+        token = None
+        if call.routing is None:
+            token = np.arange(len(x), dtype=np.int32)
+        own = Batch(None, x, scales, call.topk_idx, call.topk_weights, token)
+        batches = self._rail.spread(own, parts, records)
+        goes = [
+            mask[:, list(self._rail.mates)] if batch.flags is None else self._rail.goes(batch)
+            for batch in batches
+        ]
+        senders = [[np.flatnonzero(column) for column in each.T] for each in goes]
+        choices = [self._choices(*each) for each in zip(batches, goes, strict=True)]
         bounds = rank_bounds(counts[:, self._spec.rank])
         num_rows = bounds[-1] if call.plan.num_worst_tokens is None else call.plan.num_worst_tokens
         if call.routing is not None:
             num_rows = call.routing.num_recv_tokens
 
-        def move(parts: list[NDArray[Any]]) -> NDArray[Any]:
-            return self._mover.move(parts, bounds, num_rows)
+        def move(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+            shares = [
+                [rows_of(array, token) for token in tokens]
+                for array, tokens in zip(arrays, senders, strict=True)
+            ]
+            return self._mover.move(shares, bounds, num_rows)
 
-        local = move(choices) if choices is not None else None
-        recv_x = move([rows_of(x, token) for token in senders])
+        local = None
+        if choices[0] is not None:
+            local = self._mover.move([each or [] for each in choices], bounds, num_rows)
+        recv_x = move([batch.x for batch in batches])
         recv_scales = recv_weights = None
         src_idx = np.zeros(0, np.int32)
         if scales is not None:
-            recv_scales = move([rows_of(scales, token) for token in senders])
+            recv_scales = move([batch.scales for batch in batches])  # type: ignore[misc]
         if call.topk_weights is not None:
-            recv_weights = move(masked_weights(call.topk_weights, senders, choices))
+            weights = [
+                masked_weights(batch.topk_weights, tokens, chosen)  # type: ignore[arg-type]
+                for batch, tokens, chosen in zip(batches, senders, choices, strict=True)
+            ]
+            recv_weights = self._mover.move(weights, bounds, num_rows)
         if call.routing is None:
-            src_idx = move([token.astype(np.int32) for token in senders])
-        self._wire.wait("dispatch", "rows")
+            src_idx = move([batch.token for batch in batches])  # type: ignore[misc]
+        self._wire.wait("dispatch", "rows", PATIENCE_S * (len(batches) > 1))
         recv_x = recv_x.view(dtype)
         for array, nothing in ((src_idx, -1), (local, -1), (recv_weights, 0)):
             if array is not None:
@@ -241,9 +267,11 @@ class HostEngine:
         if local is not None:
             handle = self._count(call, handle, local)
         routing = HostRouting.of(handle, bounds, birth, waited=call.plan.num_worst_tokens is None)
-        if choices is not None and call.plan.expand:
-            sent_columns = tuple(chosen >= 0 for chosen in choices)
-            routing = replace(routing, sent_columns=sent_columns)
+        if call.topk_idx is not None and call.plan.expand:
+            chosen = choices[0] if len(batches) == 1 else self._choices(own, mask, every=True)
+            routing = replace(routing, sent_columns=tuple(each >= 0 for each in chosen or ()))
+        if len(batches) > 1:
+            routing = replace(routing, relayed=tuple(goes))
         output = self._output(call, routing, recv_x, recv_scales, recv_weights)
         if not call.plan.expand:
             output.recv_topk_idx = local
@@ -251,29 +279,39 @@ class HostEngine:
             output.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert_list
         return output
 
-    def _route(
-        self, call: DispatchCall, words: dict[str, int]
-    ) -> tuple[NDArray[np.bool_], list[NDArray[Any]] | None]:
-        """Which token goes where, and the choices that each rank receives with its tokens."""
+    def _route(self, call: DispatchCall, words: dict[str, int]) -> NDArray[np.bool_]:
+        """Which token goes where."""
         spec, topk_idx = self._spec, call.topk_idx
         if call.routing is not None:
             words |= {"layout": Layout.CACHED, "birth": call.routing.birth}
-            return call.routing.send_row >= 0, None
+            mask: NDArray[np.bool_] = call.routing.send_row >= 0
+            return mask
         if topk_idx is None:
             words["layout"] = Layout.MASK
-            return np.ascontiguousarray(call.is_token_in_rank, np.bool_), None
+            return np.ascontiguousarray(call.is_token_in_rank, np.bool_)
         words |= {"layout": Layout.TOPK, "num_topk": topk_idx.shape[1]}
         words["index_bytes"] = topk_idx.itemsize
         num_experts = spec.num_experts or 0
         refusal = check_experts(topk_idx, num_experts)
         if refusal is not None:
             words |= {"refusal": refusal.code, "refusal_value": refusal.value}
-        mask = get_dispatch_layout(topk_idx, num_experts, spec.num_ranks).is_token_in_rank
-        choices = [
-            local_choices(topk_idx[column], rank, spec.num_local_experts)
-            for rank, column in enumerate(mask.T)
+        return get_dispatch_layout(topk_idx, num_experts, spec.num_ranks).is_token_in_rank
+
+    def _choices(
+        self, batch: Batch, goes: NDArray[np.bool_], *, every: bool = False
+    ) -> list[NDArray[Any]] | None:
+        """The choices that each rank of this node, or every rank, receives with its tokens."""
+        if batch.topk_idx is None:
+            return None
+        ranks = range(self._spec.num_ranks) if every else self._rail.mates
+        return [
+            local_choices(batch.topk_idx[column], rank, self._spec.num_local_experts)
+            for rank, column in zip(ranks, goes.T, strict=True)
         ]
-        return mask, choices
+
+    def _rail_parts(self, mask: NDArray[np.bool_]) -> list[RailPart]:
+        """What goes to each node; empty on one node."""
+        return [] if self._nodes.num_nodes == 1 else plan_rail(mask, self._nodes)
 
     def _count(self, call: DispatchCall, handle: Handle, local: NDArray[Any]) -> Handle:
         """Add the counts per expert and, in the expanded layout, the rows of the copies."""
@@ -322,13 +360,15 @@ class HostEngine:
         self._check_out(call)
         routing, dtype = call.routing, call.x.dtype
         exact = routing.expanded and call.plan.reduce == "exact"
+        by_node = call.plan.reduce == "per_node"
         words = self._describe(Kind.COMBINE, call.x, call.topk_weights, None)
         words["birth"] = routing.birth
         if routing.expanded and call.topk_weights is not None:
             words["num_topk"] = routing.expanded_row.shape[1]  # type: ignore[union-attr]
         words["layout"] = (
             LayoutFlag.EXPANDED * routing.expanded
-            | LayoutFlag.PER_RANK * (routing.expanded and not exact)
+            | LayoutFlag.PER_RANK * (routing.expanded and call.plan.reduce == "per_rank")
+            | LayoutFlag.PER_NODE * by_node
             | LayoutFlag.ROW_WEIGHTS * (call.row_weights is not None)
         )
         bounds = rank_bounds(routing.recv_rows_per_rank)
@@ -338,28 +378,49 @@ class HostEngine:
         if routing.expanded and not exact:
             real = routing.expanded_row[: bounds[-1]]  # type: ignore[index]
             rows, row_weights = sum_copies(rows, real, row_weights), None
-        back = self._mover.bring_back(rows, routing, bounds, copies=exact)
-        factors = weights = None
-        if row_weights is not None:
-            factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
-        if call.topk_weights is not None:
+        weights = None
+        if call.topk_weights is not None and (routing.expanded or not by_node):
             copies = routing.expanded
             weights = self._mover.bring_back(call.topk_weights, routing, bounds, copies=copies)
-        self._wire.wait("combine", "rows")
-        shape = (routing.num_tokens, call.x.shape[1])
-        combined_x = add(shape, dtype, call.biases, terms_of(routing, back, factors, copies=exact))
+        weight_terms: Terms = ()
+        if by_node:
+            terms, weight_terms = self._node_sums(call, rows, bounds)
+        else:
+            back = self._mover.bring_back(rows, routing, bounds, copies=exact)
+            factors = None
+            if row_weights is not None:
+                factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
+            self._wire.wait("combine", "rows")
+            terms = terms_of(routing, back, factors, copies=exact)
+            if weights is not None:
+                weight_terms = terms_of(routing, weights, None, copies=False)
+        combined_x = add((routing.num_tokens, call.x.shape[1]), dtype, call.biases, terms)
         if call.out is not None:
             call.out[...] = combined_x
             combined_x = call.out
         combined_weights = None
         if weights is not None and routing.expanded:
             combined_weights = gather_weights(routing, weights)
-        elif weights is not None and call.topk_weights is not None:
+        elif call.topk_weights is not None:
             shape = (routing.num_tokens, call.topk_weights.shape[1])
-            terms = terms_of(routing, weights, None, copies=False)
-            combined_weights = add(shape, np.dtype(np.float32), (), terms)
+            combined_weights = add(shape, np.dtype(np.float32), (), weight_terms)
         event = HostEvent() if call.streams.async_finish else None
         return CombineOutput(combined_x, combined_weights, event)
+
+    def _node_sums(
+        self, call: CombineCall, rows: NDArray[Any], bounds: list[int]
+    ) -> tuple[Terms, Terms]:
+        """What each node gives back, added up there: of the rows, and of plain weights."""
+        routing = call.routing
+        parts = self._rail_parts(routing.send_row >= 0)
+        arrays = [rows]
+        if call.topk_weights is not None and not routing.expanded:
+            arrays.append(call.topk_weights)
+        relayed = routing.relayed if isinstance(routing, HostRouting) else ()
+        sums = self._rail.bring_sums(arrays, relayed, bounds, parts)
+        tokens = [part.token for part in parts]
+        terms = [list(zip(tokens, each, strict=True)) for each in sums]
+        return terms[0], terms[-1] if len(terms) > 1 else ()
 
     def _check_out(self, call: CombineCall) -> None:
         if call.out is None:
@@ -400,9 +461,17 @@ class HostEngine:
         return np.zeros(self._spec.num_ranks, np.int64)
 
     def _agree(
-        self, operation: str, words: dict[str, int], counts: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Exchange headers; the ``[R, R]`` row counts when all agree.
+        self,
+        operation: str,
+        words: dict[str, int],
+        counts: NDArray[np.int64],
+        parts: Sequence[RailPart] = (),
+    ) -> tuple[NDArray[np.int64], list[int]]:
+        """Exchange headers: on several nodes a record count a node stands behind them.
+
+        Returns:
+            The ``[R, R]`` row counts when all agree, and how many records come from each rank that
+            this one speaks for.
 
         Raises:
             ContractError: On every rank, when headers differ or a rank refused.
@@ -410,11 +479,13 @@ class HostEngine:
         self._rendezvous.watch(operation)
         spec, num_words = self._spec, 1 + len(WORDS)
         words.setdefault("capacity", spec.max_recv_tokens)
-        headers = np.zeros((spec.num_ranks, num_words + spec.num_ranks), np.int64)
+        behind, several = num_words + spec.num_ranks, self._nodes.num_nodes > 1
+        headers = np.zeros((spec.num_ranks, behind + several * self._nodes.num_nodes), np.int64)
         mine = headers[spec.rank]
         mine[0] = self._epoch
         mine[1:num_words] = [int(words.get(word, 0)) for word in WORDS]
-        mine[num_words:] = counts
+        mine[num_words:behind] = counts
+        mine[behind : behind + len(parts)] = [len(part.token) for part in parts]
         for peer in other_ranks(spec.rank, spec.num_ranks):
             self._wire.receive(peer, headers[peer])
             self._wire.send(peer, mine)
@@ -426,14 +497,16 @@ class HostEngine:
             texts,
             num_max_tokens_per_rank=spec.num_max_tokens_per_rank,
             num_experts=spec.num_experts,
-            counts=headers[:, num_words:].tolist(),
+            counts=headers[:, num_words:behind].tolist(),
         )
         if wrong is not None:
             error = ContractError(wrong)
             error.printed_elsewhere = refused_elsewhere(texts, spec.rank)
             raise error
-        counts_of: NDArray[np.int64] = headers[:, num_words:]
-        return counts_of
+        records: list[int] = []
+        if several:
+            records = headers[list(self._rail.sources), behind + self._rail.node].tolist()
+        return headers[:, num_words:behind], records
 
     # ------------------------------------------------------------------------------- the end
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deepep_cupy.engines.calls import Routing
 from deepep_cupy.engines.host.wire import Wire
+from deepep_cupy.protocol.nodes import NodeMap
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.reference.combine import weighted
 from deepep_cupy.reference.layout import Handle
@@ -40,6 +41,8 @@ class HostRouting:
     Attributes:
         sent_columns: Expanded layout: per rank ``[tokens sent there, K]`` bool, which choices of
             a token are experts of that rank; copies come back in the order of the true entries.
+        relayed: Several nodes: per node ``[n, L]`` bool, which ranks of this node the tokens are
+            for that came here from the rank of that node which this one speaks for.
     """
 
     num_tokens: int
@@ -56,6 +59,7 @@ class HostRouting:
     num_expanded_rows: int = 0
     expert_alignment: int = 1
     sent_columns: tuple[NDArray[np.bool_], ...] = ()
+    relayed: tuple[NDArray[np.bool_], ...] = ()
 
     @property
     def expanded(self) -> bool:
@@ -68,7 +72,7 @@ class HostRouting:
         return self.num_recv_tokens if self.expanded_row is None else self.num_expanded_rows
 
     def __post_init__(self) -> None:
-        for value in (*vars(self).values(), *self.sent_columns):
+        for value in (*vars(self).values(), *self.sent_columns, *self.relayed):
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
@@ -111,21 +115,31 @@ class Mover:
         self._wire = wire
         self._rank = spec.rank
         self._size = spec.num_ranks
+        self._nodes = spec.nodes or NodeMap.one(spec.num_ranks)
+        self._mates = self._nodes.mates_of(spec.rank)
 
-    def move(self, parts: list[NDArray[Any]], bounds: list[int], num_rows: int) -> NDArray[Any]:
-        """Send ``parts[r]`` to rank r, and receive every rank's part for this one.
+    def move(
+        self, shares: list[list[NDArray[Any]]], bounds: list[int], num_rows: int
+    ) -> NDArray[Any]:
+        """Send rows to the ranks of this node, and receive every rank's rows for this one.
 
         Args:
-            parts: One array a rank.
+            shares: For each rank that this one speaks for on its node (on one node: itself), what
+                it has for each rank of the node.
             bounds: Where each rank's rows begin in the result, and where the last end.
             num_rows: Rows of the result; those behind the last part are undefined.
         """
-        rank = self._rank
-        out = np.empty((num_rows, *parts[rank].shape[1:]), parts[rank].dtype)
-        for peer in other_ranks(rank, self._size):
-            self._wire.receive(peer, out[bounds[peer] : bounds[peer + 1]])
-            self._wire.send(peer, parts[peer])
-        out[bounds[rank] : bounds[rank + 1]] = parts[rank]
+        local = self._mates.index(self._rank)
+        first = shares[0][local]
+        out = np.empty((num_rows, *first.shape[1:]), first.dtype)
+        for number in other_ranks(local, len(self._mates)):
+            mate = self._mates[number]
+            for source in self._nodes.peers_of(mate):
+                self._wire.receive(mate, out[bounds[source] : bounds[source + 1]])
+            for share in shares:
+                self._wire.send(mate, share[number])
+        for source, share in zip(self._nodes.peers_of(self._rank), shares, strict=True):
+            out[bounds[source] : bounds[source + 1]] = share[local]
         return out
 
     def bring_back(

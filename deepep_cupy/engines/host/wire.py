@@ -59,9 +59,9 @@ class Wire:
         flat = array.reshape(-1).view(np.uint8)
         return [flat[at : at + self._chunk_bytes] for at in range(0, flat.size, self._chunk_bytes)]
 
-    def wait(self, operation: str, phase: str) -> None:
+    def wait(self, operation: str, phase: str, patience_s: float = 0.0) -> None:
         """Wait for everything that was started; see ``Rendezvous.wait``."""
-        self._rendezvous.wait(self._pending, operation, phase)
+        self._rendezvous.wait(self._pending, operation, phase, patience_s=patience_s)
         for peer, posted in enumerate(self._posted):
             self._num_received[peer] += len(posted)
             posted.clear()
