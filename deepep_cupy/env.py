@@ -137,10 +137,20 @@ def log_level() -> str:
 
 
 def cache_dir() -> Path:
-    """Folder of compiled kernels; it need not exist yet."""
+    """Folder of compiled kernels; it need not exist yet.
+
+    Raises:
+        ContractError: ``DEEPEP_CUPY_CACHE_DIR`` begins with ``~`` and a user that is not there.
+    """
     chosen = read("DEEPEP_CUPY_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            raise ContractError(
+                f"environment variable DEEPEP_CUPY_CACHE_DIR must be a folder, got {chosen!r}, a "
+                f"user whose home is not known."
+            ) from None
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if base and Path(base).is_absolute() else _home() / ".cache"
     return root / "deepep_cupy"

@@ -133,7 +133,7 @@ class CeilingKernel:
         try:
             cache = open_cache()  # a temporary one lasts until the kernel is loaded
             (built,) = build_all([request], cache, compiles=comm.rank == 0, barrier=comm.Barrier)
-            self._loaded: Any = load(built.path, self.spec.entry)
+            self._loaded: Any = load(built.image, self.spec.entry, self.spec.name)
         except (CompileError, PlatformError) as error:
             trouble = str(error)
         for rank, reason in enumerate(comm.allgather(trouble)):

@@ -52,20 +52,21 @@ class Built:
     Attributes:
         request: What was asked for.
         compiled: Text, PTX, machine code, resources.
-        folder: The cache's folder, which holds the ``.cu``, ``.ptx`` and ``.cubin``.
+        folder: The cache's folder, which holds the ``.cu``, ``.ptx`` and ``.cubin``; None: nothing
+            could be written.
         cached: True when nothing was compiled.
     """
 
     request: Request
     compiled: Compiled
-    folder: Path
+    folder: Path | None
     cached: bool
 
     @property
-    def path(self) -> Path:
-        """The file for ``cupy.RawModule(path=...)``."""
-        suffix = "cubin" if self.request.target.cubin else "ptx"
-        return self.folder / f"{self.request.spec.name}.{suffix}"
+    def image(self) -> bytes:
+        """What the driver loads: machine code, or PTX where there is none for the target."""
+        compiled = self.compiled
+        return compiled.cubin if self.request.target.cubin else compiled.ptx.encode()
 
 
 def open_cache() -> KernelCache:
@@ -93,11 +94,12 @@ def build(request: Request, cache: KernelCache) -> Built:
         compiled = _from_stored(request, text, options, stored)
         if compiled is not None:
             return Built(request, compiled, stored.folder, cached=True)
+        cache.discard(request.label, digest)
     if env.assert_cached():
         raise CompileError(
             f"kernel {request.label} (digest {digest[:32]}) is not in the cache "
-            f"{cache.folder}, and DEEPEP_CUPY_ASSERT_CACHED is set: construct the Buffer once "
-            "without it, or unset it"
+            f"{cache.folder or 'of this process'}, and DEEPEP_CUPY_ASSERT_CACHED is set: construct "
+            "the Buffer once without it, or unset it"
         )
     name = request.spec.name
     try:
@@ -106,6 +108,8 @@ def build(request: Request, cache: KernelCache) -> Built:
         )
     except CompileError as error:
         kept = cache.keep_failed(f"{request.label}.cu", text)
+        if kept is None:
+            raise
         again = f"python -m deepep_cupy kernels compile --file {kept} --arch {request.target}"
         raise CompileError(f"{error}\nto see it again: {again}") from None
     files = {f"{name}.cu": text.encode(), f"{name}.ptx": compiled.ptx.encode()}

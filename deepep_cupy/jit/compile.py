@@ -1,7 +1,7 @@
 """Text to PTX and cubin with NVRTC, in one compile and without a driver.
 
 CuPy's own ``RawModule(code=...)`` appends ``-ftz=true``, keeps no PTX and needs a GPU; so NVRTC is
-driven here, through ``cupy.cuda.nvrtc``, and the cubin is loaded from a file of the cache.
+driven here, through ``cupy.cuda.nvrtc``, and the driver is given the cubin itself.
 """
 
 from __future__ import annotations
@@ -234,26 +234,32 @@ class Loaded:
     keep: tuple[Any, ...]
 
 
-def load(path: Path, entry: str) -> Loaded:
-    """Load a cubin or a PTX file on the current device and find a kernel in it.
+def load(image: bytes, entry: str, name: str) -> Loaded:
+    """Load machine code or PTX on the current device and find a kernel in it.
+
+    Args:
+        image: Content of a cubin, or PTX.
+        entry: The kernel.
+        name: Of the module, for messages.
 
     Raises:
-        CompileError: The driver does not take the file, or there is no such kernel in it.
+        CompileError: The driver does not take it, or there is no such kernel in it.
         PlatformError: CuPy is not installed.
     """
     try:
-        import cupy
+        from cupy.cuda.function import Module
     except ImportError as error:
         raise PlatformError(
-            f"loading {path.name} needs CuPy ({error}); install deepep_cupy[cuda13] or [cuda12]"
+            f"loading {name} needs CuPy ({error}); install deepep_cupy[cuda13] or [cuda12]"
         ) from error
     try:
-        module = cupy.RawModule(path=str(path))
+        module = Module()
+        module.load(image)
         kernel = module.get_function(entry)
-        return Loaded(entry, int(kernel.kernel.ptr), (module, kernel))
+        return Loaded(entry, int(kernel.ptr), (module, kernel))
     except Exception as error:
         raise CompileError(
-            f"the driver does not load kernel {entry} from {path}: {error}; if it is PTX that is "
+            f"the driver does not load kernel {entry} of {name}: {error}; if it is PTX that is "
             "newer than the driver, update the driver or install an NVRTC of the driver's version"
         ) from error
 
@@ -367,6 +373,11 @@ def _nvrtc() -> Any:
         raise PlatformError(
             f"compiling a kernel needs CuPy with NVRTC, which cannot be imported ({error}); "
             "install deepep_cupy[cuda13] or deepep_cupy[cuda12]"
+        ) from error
+    except OSError as error:  # CuPy makes folders when it is imported
+        raise PlatformError(
+            f"compiling a kernel needs CuPy, which cannot be imported ({error}); if that is about "
+            "a folder that cannot be written, set CUPY_CACHE_DIR (and TMPDIR) to one that can"
         ) from error
     except Exception as error:
         raise PlatformError(

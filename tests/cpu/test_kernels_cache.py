@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy.errors import CompileError
+from deepep_cupy.errors import CompileError, ContractError
 from deepep_cupy.jit import build as build_module
+from deepep_cupy.jit import cache as cache_module
 from deepep_cupy.jit.build import Request, build, build_all, open_cache
 from deepep_cupy.jit.cache import KernelCache
 from deepep_cupy.jit.compile import Compiled, Resources, Target
@@ -87,10 +88,52 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
     assert "belongs to user" in caplog.text
 
 
+@pytest.mark.parametrize("bad_mode", [0o770, 0o707, 0o777])
+def test_nobody_else_may_replace_a_folder_above(bad_mode, tmp_path, caplog):
+    _, folder = stored(tmp_path / "open" / "mine")
+    (tmp_path / "open").chmod(bad_mode)
+    with caplog.at_level(logging.WARNING):
+        assert KernelCache(tmp_path / "open" / "mine").load("k.sm_90", DIGEST) is None
+    assert f"other users may write in {tmp_path / 'open'} above it (chmod go-w " in caplog.text
+    (tmp_path / "open").chmod(bad_mode | stat.S_ISVTX)  # as /tmp: each moves the own alone
+    assert KernelCache(tmp_path / "open" / "mine").load("k.sm_90", DIGEST) is not None
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "mine")
+    (tmp_path / "open").chmod(bad_mode)
+    assert KernelCache(tmp_path / "link").load("k.sm_90", DIGEST) is None
+    assert folder.is_dir()
+
+
+def test_a_folder_above_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
+    """As where the folder under /tmp for programs without a home was made by somebody first."""
+    me, lstat = os.geteuid(), Path.lstat
+    stored(tmp_path / "theirs" / "mine")
+
+    def owner(path):
+        found = lstat(path)
+        if path.name != "theirs":
+            return found
+        return os.stat_result((*found[:4], me + 1, *found[5:]))
+
+    monkeypatch.setattr(Path, "lstat", owner)
+    with caplog.at_level(logging.WARNING):
+        assert KernelCache(tmp_path / "theirs" / "mine").load("k.sm_90", DIGEST) is None
+    assert f"theirs above it belongs to user {me + 1}" in caplog.text
+
+
+def test_folders_that_are_made_are_the_users_alone(tmp_path):
+    before = os.umask(0o002)
+    try:
+        stored(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path / "a"), mode(tmp_path / "a" / "b")] == [0o700, 0o700]
+    assert KernelCache(tmp_path / "a" / "b").load("k.sm_90", DIGEST) is not None
+
+
 def test_a_link_is_not_followed(tmp_path, caplog):
     stored(tmp_path / "theirs")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "v1").symlink_to(tmp_path / "theirs" / "v1")
+    (tmp_path / "mine" / "v2").symlink_to(tmp_path / "theirs" / "v2")
     with caplog.at_level(logging.WARNING):
         assert KernelCache(tmp_path / "mine").load("k.sm_90", DIGEST) is None
     assert "a link is not followed" in caplog.text
@@ -121,7 +164,26 @@ def test_a_full_disk_is_not_fatal(tmp_path, monkeypatch, caplog):
     assert tmp_path not in kept.folder.parents
     assert cache.load("k.sm_90", DIGEST[::-1]) is not None
     assert cache.load("k.sm_90", DIGEST) is not None, "what was there is still read"
-    assert not list((tmp_path / "v1").glob(".new-*"))
+    assert not list((tmp_path / "v2").glob(".new-*"))
+
+
+def test_no_folder_at_all_is_not_fatal(tmp_path, monkeypatch, caplog, compiler):
+    """A full disk for cache and temporary folder together, or nothing writable."""
+    cache = KernelCache(tmp_path)
+
+    def full(**_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(cache_module.tempfile, "mkdtemp", full)
+    with caplog.at_level(logging.WARNING):
+        kept = cache.store("k.sm_90", DIGEST, FILES, META)
+    assert (kept.folder, dict(kept.files)) == (None, FILES)
+    assert "kept in memory" in caplog.text
+    assert build(REQUEST, KernelCache(None)).image == b"\x7fELF"
+    assert KernelCache(None).folder is None
+    compiler.fails = True
+    with pytest.raises(CompileError, match="does not compile"):
+        build(REQUEST, KernelCache(None))
 
 
 def test_the_private_folder_goes_with_the_cache():
@@ -188,6 +250,20 @@ def test_a_damaged_entry_is_replaced(damage, tmp_path, caplog):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_every_flipped_bit_of_an_entry_is_found(tmp_path, caplog):
+    cache, folder = stored(tmp_path)
+    whole = (folder / "entry.json").read_bytes()
+    caplog.set_level(logging.ERROR)
+    for at in range(len(whole)):
+        for bit in range(8) if at % 7 == 0 else (0, 5):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << bit
+            (folder / "entry.json").write_bytes(changed)
+            found = cache.load("k.sm_90", DIGEST)
+            if found is not None:  # one kind of white space for another
+                assert json.loads(changed) == json.loads(whole)
+
+
 def hammer(folder, rounds):
     cache = KernelCache(folder)
     for number in range(rounds):
@@ -198,7 +274,7 @@ def hammer(folder, rounds):
         cache.store("k", digest, FILES, META)
         if number % 5 == 0:
             with contextlib.suppress(FileNotFoundError):  # another one is replacing it just now
-                (folder / "v1" / f"k.{digest[:32]}" / "k.cu").write_bytes(b"torn")
+                (folder / "v2" / f"k.{digest[:32]}" / "k.cu").write_bytes(b"torn")
 
 
 def test_processes_that_write_and_damage_the_same_entries(tmp_path):
@@ -247,7 +323,8 @@ def test_a_second_build_compiles_nothing_and_is_equal(compiler, tmp_path):
     assert compiler.calls == 1
     assert (first.cached, second.cached) == (False, True)
     assert second.compiled == first.compiled
-    assert second.path == first.path == first.folder / "fake.cubin"
+    assert second.folder == first.folder
+    assert second.image == first.image == (first.folder / "fake.cubin").read_bytes()
     assert sorted(path.suffix for path in first.folder.iterdir()) == [
         ".cu",
         ".cubin",
@@ -256,9 +333,22 @@ def test_a_second_build_compiles_nothing_and_is_equal(compiler, tmp_path):
     ]
 
 
+def test_an_entry_that_lacks_what_is_needed_is_replaced(compiler, tmp_path):
+    """Its digests are right, and so it was kept for ever."""
+    folder = build(REQUEST, KernelCache(tmp_path)).folder
+    entry = json.loads((folder / "entry.json").read_text())
+    del entry["sha256"]
+    entry["meta"] = {"resources": {"colour": 3}}
+    entry["sha256"] = cache_module._seal(entry)
+    (folder / "entry.json").write_text(json.dumps(entry))
+    assert not build(REQUEST, KernelCache(tmp_path)).cached
+    assert build(REQUEST, KernelCache(tmp_path)).cached
+    assert compiler.calls == 2
+
+
 def test_ptx_is_loaded_where_there_is_no_cubin(compiler, tmp_path):
     request = Request(SPEC, {"kNumRanks": 2}, Target(90, cubin=False))
-    assert build(request, KernelCache(tmp_path)).path.name == "fake.ptx"
+    assert build(request, KernelCache(tmp_path)).image == b"// ptx"
     assert build(request, KernelCache(tmp_path)).cached
 
 
@@ -286,7 +376,7 @@ def test_the_error_says_how_to_see_it_again(compiler, tmp_path):
     compiler.fails = True
     with pytest.raises(CompileError) as raised:
         build(REQUEST, KernelCache(tmp_path))
-    kept = tmp_path / "v1" / "failed" / "fake.sm_90.cu"
+    kept = tmp_path / "v2" / "failed" / "fake.sm_90.cu"
     assert f"python -m deepep_cupy kernels compile --file {kept} --arch sm_90" in str(raised.value)
     assert kept.read_text() == "// fake {'kNumRanks': 2}\n"
 
@@ -330,4 +420,7 @@ def test_a_rank_without_the_common_cache_compiles_for_itself(compiler, tmp_path)
 
 def test_the_users_folder_is_the_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPEP_CUPY_CACHE_DIR", str(tmp_path / "chosen"))
-    assert open_cache().folder == tmp_path / "chosen" / "v1"
+    assert open_cache().folder == tmp_path / "chosen" / "v2"
+    monkeypatch.setenv("DEEPEP_CUPY_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(ContractError, match="DEEPEP_CUPY_CACHE_DIR must be a folder, got '~nosu"):
+        open_cache()

@@ -93,7 +93,7 @@ def test_a_gpu_that_behaves(gpu, capsys):
     assert "in force: coherent (sm_89 is not in the policy table" in said
     (found,) = verdict()
     assert (found.arch, found.num_gpus) == (89, 1)
-    assert f"kept in {env.cache_dir() / 'litmus'}" in said
+    assert f"kept in {env.cache_dir() / 'v2' / 'litmus'}" in said
     assert Region.closed
     # From now on `auto` takes nc where ranks share this GPU, and says why.
     assert run() == 0

@@ -221,7 +221,7 @@ def test_auto_is_coherent_without_a_verdict(tmp_path):
 
 def test_auto_follows_a_passing_verdict(tmp_path):
     path = verdict_of().save(tmp_path)
-    assert path.parent == tmp_path / "litmus"
+    assert path.parent == tmp_path / "v2" / "litmus"
     assert choose(tmp_path) == "nc"
     assert choose(tmp_path, arch=89) == "nc"  # its own words count, whatever the architecture
     assert choose(tmp_path, gpu="NVIDIA H100", arch=89) == "coherent"
@@ -297,9 +297,21 @@ def test_a_damaged_verdict_says_nothing(how, tmp_path):
     assert choose(tmp_path, arch=89) == "coherent"
 
 
+def test_a_verdict_that_others_could_have_written_says_nothing(tmp_path):
+    path = verdict_of(arch=89).save(tmp_path)
+    assert choose(tmp_path, arch=89) == "nc"
+    tmp_path.chmod(0o777)
+    assert choose(tmp_path, arch=89) == "coherent"
+    assert verdict_of(arch=89).save(tmp_path) is None
+    tmp_path.chmod(0o700)
+    assert choose(tmp_path, arch=89) == "nc"
+    path.parents[1].chmod(0o777)
+    assert choose(tmp_path, arch=89) == "coherent"
+
+
 def test_names_of_files_are_words(tmp_path):
     path = policy.verdict_path("NVIDIA ../../x y/z", "", 2, tmp_path)
-    assert path.parent == tmp_path / "litmus"
+    assert path.parent == tmp_path / "v2" / "litmus"
     assert re.fullmatch(r"[A-Za-z0-9.-]+", path.name)
     assert not path.name.startswith(".")
 

@@ -134,7 +134,7 @@ class Kernels:
             cache = open_cache()  # a temporary one lasts until everything is loaded
             built = build_all(requests, cache, compiles=group.rank == 0, barrier=meet)
             for kernel, done in zip(wanted, built, strict=True):
-                self._loaded[kernel.name] = (kernel, load(done.path, kernel.entry))
+                self._loaded[kernel.name] = (kernel, load(done.image, kernel.entry, kernel.name))
         except (CompileError, PlatformError) as error:
             trouble = str(error)
         # One rank alone may fail (another NVRTC, a full disk): all raise, so that no rank waits.

@@ -11,6 +11,8 @@ on the GPU at hand and leaves a verdict in the cache folder, which ``resolve`` r
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepep_cupy import env
+from deepep_cupy.jit.cache import own_folder
 
 __all__ = [
     "ACCESSES",
@@ -37,6 +40,7 @@ __all__ = [
     "verdict_path",
 ]
 
+_LOG = logging.getLogger(__name__)
 PROTOCOLS: Mapping[str, str] = {
     "reader": "the reading block acquires the flag",
     "same SM": "another block of the same SM acquires it",
@@ -287,13 +291,20 @@ class Verdict:
                     "were prove nothing"
                 )
 
-    def save(self, folder: Path | None = None) -> Path:
-        """Write it where ``find_verdicts`` looks, in place of an older one; return the file."""
+    def save(self, folder: Path | None = None) -> Path | None:
+        """Write it where ``find_verdicts`` looks, in place of an older one; return the file, or
+        ``None`` (and a warning in the log) where that cannot be written."""
         path = verdict_path(self.gpu, self.driver, self.num_gpus, folder)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = path.with_suffix(f".{id(self):x}.tmp")
-        made.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        made.replace(path)
+        if path is None:
+            return None
+        made = path.with_suffix(f".{os.getpid():x}.tmp")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            made.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+            made.replace(path)
+        except OSError as error:
+            _LOG.warning("the verdict of the litmus test cannot be kept: %s", error)
+            return None
         return path
 
     def as_json(self) -> dict[str, Any]:
@@ -301,11 +312,18 @@ class Verdict:
         return {"format": _FORMAT, **asdict(self)}
 
 
-def verdict_path(gpu: str, driver: str, num_gpus: int, folder: Path | None = None) -> Path:
-    """Return the file of a verdict; ``folder`` is the cache folder if ``None``."""
-    words = (_word(gpu), _word(driver), f"{num_gpus}gpu", "json")
-    root = env.cache_dir() if folder is None else folder
-    return root / "litmus" / ".".join(words)
+def verdict_path(gpu: str, driver: str, num_gpus: int, folder: Path | None = None) -> Path | None:
+    """Return the file of a verdict; ``folder`` is the cache folder if ``None``.
+
+    A verdict decides which loads are used, so that it must be this user's, as machine code must:
+    where the folder is not, there are no verdicts (``None``).
+    """
+    root = own_folder(env.cache_dir() if folder is None else folder)
+    return None if root is None else root / "litmus" / _file_name(gpu, driver, num_gpus)
+
+
+def _file_name(gpu: str, driver: str, num_gpus: int) -> str:
+    return ".".join((_word(gpu), _word(driver), f"{num_gpus}gpu", "json"))
 
 
 def _word(text: str) -> str:
@@ -314,9 +332,12 @@ def _word(text: str) -> str:
 
 def find_verdicts(gpu: str, driver: str, folder: Path | None = None) -> Sequence[Verdict]:
     """Return what is known of a GPU model with a driver; damaged files are left out."""
-    found = []
-    for num_gpus in (2, 1):
-        verdict = _read(verdict_path(gpu, driver, num_gpus, folder))
+    found: list[Verdict] = []
+    path = verdict_path(gpu, driver, 2, folder)
+    if path is None:
+        return found
+    for each in (path, path.with_name(_file_name(gpu, driver, 1))):
+        verdict = _read(each)
         if verdict is not None and (verdict.gpu, verdict.driver) == (gpu, driver):
             found.append(verdict)
     return found

@@ -230,7 +230,7 @@ def load_entry(module: PtxModule, entry: str) -> tuple[Loaded, PtxEntry]:
         PlatformError: CuPy is not installed.
     """
     found = module.entry(entry)
-    return load(module.path, found.name), found
+    return load(module.path.read_bytes(), found.name, module.path.name), found
 
 
 def parse_ptx(text: str) -> PtxText:
