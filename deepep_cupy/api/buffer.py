@@ -7,6 +7,7 @@ an engine runs it, ``lifecycle`` allows it and handles its failures.
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
@@ -20,7 +21,7 @@ from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.api.lifecycle import Lifecycle, State
+from deepep_cupy.api.lifecycle import CallLock, Lifecycle, State
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
 from deepep_cupy.api.values import new_array, wrong_flag, wrong_number
 from deepep_cupy.engines.calls import (
@@ -60,7 +61,8 @@ class Buffer:
     between processes. It works on a duplicate of ``comm``. Usable as a context manager, which
     closes it; an exception inside makes this rank leave without waiting for the others, which
     learn of it in their next call. One thread at a time: a collective call raises ``StateError``
-    while another thread is in one.
+    while another thread is in one, of this Buffer or of another one of the process. On the host
+    engine, where MPI was initialised with THREAD_MULTIPLE, threads may each have a Buffer.
 
     Args:
         comm: mpi4py communicator of 1 to 8 ranks of one node or, on the host engine, of up to 8
@@ -141,7 +143,8 @@ class Buffer:
         )
         self._calls = CallCache(self._checker, self._engine.array_key, self.num_max_tokens_per_rank)
         self._num_sms: int | None = None
-        self._life = Lifecycle(self._spec, group, board, guard, self._engine)
+        inside = _call_lock(self._engine.name)
+        self._life = Lifecycle(self._spec, group, board, guard, self._engine, inside)
 
     # ------------------------------------------------------------------------------ properties
 
@@ -764,6 +767,16 @@ class Buffer:
                 stacklevel=2,
                 source=self,
             )
+
+
+def _call_lock(engine: str) -> CallLock:
+    """Which threads may call a Buffer on that engine, made by the calling thread."""
+    from deepep_cupy.ranks.mpi import many_threads_may_call, other_threads_may_call
+
+    if engine != "host":
+        return CallLock()
+    only_thread = None if other_threads_may_call() else threading.get_ident()
+    return CallLock(side_by_side=many_threads_may_call(), only_thread=only_thread)
 
 
 def _make_group(comm: Any) -> Group:

@@ -16,7 +16,7 @@ from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankSt
 from deepep_cupy.ranks.exit_guard import ExitGuard
 from deepep_cupy.ranks.group import Group, LinkError
 
-__all__ = ["Lifecycle", "State"]
+__all__ = ["CallLock", "Lifecycle", "State"]
 
 D = TypeVar("D")
 
@@ -38,6 +38,51 @@ _LEGAL = {
 """State → states that may follow: open → poisoned → open (reset) → closed."""
 
 
+class CallLock:
+    """Held by the thread that is in a collective call of a Buffer. It never waits: a thread that
+    comes meanwhile is refused.
+
+    Calls of different Buffers must come in one order on all ranks. Calls of two threads at once
+    have none, so that here at most one thread of the process is in a call of any Buffer; but where
+    nothing of two calls meets, they may run side by side.
+
+    Args:
+        side_by_side: Whether they may.
+        only_thread: The one thread that may call, as ``threading.get_ident`` says; None: any.
+    """
+
+    _process = threading.Lock()
+
+    def __init__(self, *, side_by_side: bool = False, only_thread: int | None = None) -> None:
+        self._own = threading.Lock()
+        self._others = threading.Lock() if side_by_side else CallLock._process
+        self._only_thread = only_thread
+        self.side_by_side = side_by_side
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether the calling thread may never call."""
+        return self._only_thread is not None and threading.get_ident() != self._only_thread
+
+    def locked(self) -> bool:
+        """Whether a thread is in a call of this Buffer."""
+        return self._own.locked()
+
+    def acquire(self, blocking: bool = False) -> bool:  # noqa: ARG002  as ``threading.Lock`` has it
+        """Take it, where no other thread is in the way; whether that was so."""
+        if self.forbidden or not self._own.acquire(False):
+            return False
+        if self._others.acquire(False):
+            return True
+        self._own.release()
+        return False
+
+    def release(self) -> None:
+        """Give it back."""
+        self._others.release()
+        self._own.release()
+
+
 class Lifecycle:
     """State of one Buffer, and what leads from one state to the next.
 
@@ -47,6 +92,7 @@ class Lifecycle:
         board: Their abort board.
         guard: What the end of the process does with this Buffer.
         engine: What runs its operations.
+        inside: Which threads may call.
 
     Attributes:
         state: Where in its life the Buffer is.
@@ -54,7 +100,13 @@ class Lifecycle:
     """
 
     def __init__(
-        self, spec: BufferSpec, group: Group, board: AbortBoard, guard: ExitGuard, engine: Engine
+        self,
+        spec: BufferSpec,
+        group: Group,
+        board: AbortBoard,
+        guard: ExitGuard,
+        engine: Engine,
+        inside: CallLock,
     ) -> None:
         self._spec = spec
         self._group = group
@@ -62,7 +114,7 @@ class Lifecycle:
         self._guard = guard
         self._engine = engine
         self.state = State.OPEN
-        self.inside = threading.Lock()
+        self.inside = inside
 
     def reset(self) -> None:
         """See ``Buffer.reset``."""
@@ -111,7 +163,7 @@ class Lifecycle:
         if self.state is not _OPEN:
             self.must_be_open(name)
         if not self.inside.acquire(False):
-            raise self._occupied(name)
+            raise self._occupied(name, poisons=True)
         try:
             return work(*given)
         except BaseException as error:
@@ -156,11 +208,38 @@ class Lifecycle:
         finally:
             self.inside.release()
 
-    def _occupied(self, name: str) -> StateError:
-        return StateError(
-            f"{name}(): another thread is in a call of this Buffer on rank {self._spec.rank}; let "
-            f"one thread make all of a Buffer's calls, or give each thread a Buffer of its own."
+    def _occupied(self, name: str, *, poisons: bool = False) -> StateError:
+        """Why this thread may not call now.
+
+        Args:
+            name: Method of ``Buffer``.
+            poisons: Other ranks may have come to this call, in another order than the calls that
+                this rank is in: they are told at once, and the Buffer is poisoned.
+        """
+        rank, lock = self._spec.rank, self.inside
+        if lock.forbidden:
+            return StateError(
+                f"{name}(): only the thread that made this Buffer may call it on rank {rank}, "
+                f"because MPI was initialised for one thread; let mpi4py ask for more "
+                f"(mpi4py.rc.thread_level = 'multiple', its default)."
+            )
+        if lock.locked():
+            more = ", or give each thread a Buffer of its own" if lock.side_by_side else ""
+            return StateError(
+                f"{name}(): another thread is in a call of this Buffer on rank {rank}; let one "
+                f"thread make all of a Buffer's calls{more}."
+            )
+        what = (
+            f"{name}(): another thread is in a call of another Buffer on rank {rank}; all ranks "
+            f"must make the calls of all Buffers in one order: in one thread, or in threads that "
+            f"take turns"
         )
+        if self._engine.name == "host":
+            what += " (or initialise MPI with THREAD_MULTIPLE, for a Buffer a thread)"
+        if poisons:
+            self._engine.abort(what)
+            self._poison()
+        return StateError(f"{what}.")
 
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from deepep_cupy.errors import ContractError
 from deepep_cupy.ranks.group import Bytes, LinkError, Request
 
-__all__ = ["MPIGroup", "other_threads_may_call", "world"]
+__all__ = ["MPIGroup", "many_threads_may_call", "other_threads_may_call", "world"]
 
 PAGE = 4096
 
@@ -32,6 +32,11 @@ def other_threads_may_call() -> bool:
     """Whether MPI may be called from another thread than the one that initialised it, one thread
     at a time."""
     return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
+
+
+def many_threads_may_call() -> bool:
+    """Whether several threads may call MPI at once."""
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 class MPIRequest:

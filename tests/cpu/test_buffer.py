@@ -5,17 +5,20 @@ import pydoc
 import re
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
 import deepep_cupy
 from deepep_cupy import env
-from deepep_cupy.api.lifecycle import _LEGAL, State
+from deepep_cupy.api.lifecycle import _LEGAL, CallLock, Lifecycle, State
 from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.engines.select import too_large
-from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
+from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
+from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.group import LinkError
@@ -156,6 +159,83 @@ def test_settings_and_events_check_what_they_are_given():
             deepep_cupy.EventOverlap(wrong)
         with pytest.raises(ContractError, match=r"argument 'hook' must be a function"):
             deepep_cupy.EventOverlap().register_hook_after_wait(wrong)
+
+
+class Aborts:
+    """Stands for an engine of which only what it tells the other ranks is asked."""
+
+    name = "cuda"
+
+    def __init__(self):
+        self.reasons = []
+
+    def abort(self, reason):
+        self.reasons.append(reason)
+
+
+def life(**lock):
+    spec = BufferSpec(
+        num_ranks=1, rank=0, num_max_tokens_per_rank=1, max_row_bytes=1, num_topk=1,
+        num_experts=1, timeout_s=1.0,
+    )  # fmt: skip
+    guard = types.SimpleNamespace(doomed=False)
+    return Lifecycle(spec, None, None, guard, Aborts(), CallLock(**lock))
+
+
+def in_a_call(buffer, meanwhile):
+    """Run ``meanwhile`` while another thread is in a call of ``buffer``."""
+    inside, over = threading.Event(), threading.Event()
+
+    def work():
+        inside.set()
+        assert over.wait(10)
+
+    thread = threading.Thread(target=buffer.operate, args=("dispatch", Kind.DISPATCH, work))
+    thread.start()
+    try:
+        assert inside.wait(10)
+        return meanwhile()
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_calls_of_two_buffers_from_two_threads_at_once_end_for_all_ranks():
+    one, two = life(), life()
+
+    def call(buffer=two):
+        return buffer.operate("combine", Kind.COMBINE, lambda: 7)
+
+    def meanwhile():
+        with pytest.raises(StateError, match="in a call of another Buffer on rank 0; all ranks"):
+            call()
+        with pytest.raises(
+            StateError, match=r"this Buffer on rank 0; .* make all of a Buffer's calls\.$"
+        ):
+            call(one)
+
+    in_a_call(one, meanwhile)
+    (reason,) = two._engine.reasons
+    assert reason.startswith("combine(): another thread is in a call of another Buffer")
+    assert (one.state, two.state) == (State.OPEN, State.POISONED)
+    assert two._guard.doomed
+    assert not one._engine.reasons
+    assert call(one) == 7
+
+
+def test_threads_that_may_call_side_by_side_do():
+    one, two = life(side_by_side=True), life(side_by_side=True)
+    assert in_a_call(one, lambda: two.operate("combine", Kind.COMBINE, lambda: 7)) == 7
+    assert not one.inside.locked()
+    assert not two.inside.locked()
+
+
+def test_other_threads_than_mpis_are_refused():
+    one = life(only_thread=threading.get_ident() + 1)
+    with pytest.raises(StateError, match="only the thread that made this Buffer"):
+        one.operate("combine", Kind.COMBINE, lambda: 7)
+    assert one.state is State.OPEN
+    assert life(only_thread=threading.get_ident()).operate("", Kind.COMBINE, lambda: 7) == 7
 
 
 def test_states():
