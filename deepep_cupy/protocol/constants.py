@@ -179,7 +179,11 @@ def kernel_constants(shape: KernelShape) -> dict[str, int]:
     constants |= {f"kAbort{_camel(str(flag.name))}": int(flag) for flag in AbortFlag}
     constants |= {f"kKind{_camel(kind.name)}": int(kind) for kind in Kind}
     constants |= {f"kLayout{_camel(layout.name)}": int(layout) for layout in Layout}
-    constants |= {f"kFlag{_camel(str(flag.name))}": int(flag) for flag in LayoutFlag}
+    constants |= {
+        f"kFlag{_camel(str(flag.name))}": int(flag)
+        for flag in LayoutFlag
+        if flag != LayoutFlag.PER_NODE  # kernels know one node
+    }
     constants |= {f"kDtype{_camel(name)}": code for name, code in DTYPE_CODES.items()}
     constants |= {f"kScales{_camel(name)}": code for name, code in SCALE_CODES.items()}
     constants["kScalesFactor"] = dtype_code("", 0, "float32") - dtype_code("", 0)

@@ -48,13 +48,17 @@ _SPACES = ("--net", "--uts", "--ipc", "--mount")
 
 _AGENT = """#!/bin/sh
 # Stands in for ssh: [options] HOST COMMAND...; a shell on that node reads the command.
+# Daemons of PRRTE disturb each other where they share a folder for what they leave there.
 while [ "${1#-}" != "$1" ]; do shift; done
 host=${1#*@}
 shift
+here=${0%%/*}
 case $host in
 %s
 *) echo "agent: no node is called $host" >&2; exit 255 ;;
 esac
+mkdir -p "$here/$host"
+export TMPDIR="$here/$host"
 exec nsenter --target "$pid" --net --uts --ipc --mount --wdns="$PWD" -- /bin/sh -c "$*"
 """
 
