@@ -1,8 +1,9 @@
 """What every test folder shares: rank counts, marks by folder, skips with a reason, and their sum.
 
 ``num_ranks``
-    A test that takes this argument runs for 1, 2 and 4 ranks, and with ``-m slow`` for 5, 6 and 7.
-    ``pytest --ranks 3,8`` runs these tests alone, for the counts given.
+    A test that takes this argument runs for 1 and 3 ranks (or those of its mark ``ranks``), and
+    with ``-m slow`` for 5, 6 and 7. ``pytest --ranks 2,4,8`` runs these tests alone, for the counts
+    given: `.ci/run` does that, so that all counts from 1 to 8 are tested.
 
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
 where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
@@ -31,7 +32,8 @@ TESTS = Path(__file__).parent
 MUST_RUN = ("cpu", "mpi", "sim")
 """Folders of which at least one selected test must not be skipped."""
 MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
-RANKS = (1, 2, 4)
+RANKS = (1, 3)
+"""Three finds what two and four find, and takes half the processes: it divides little."""
 SLOW_RANKS = (5, 6, 7)
 LONG = ("mpi", "sim")
 """Folders whose files take longest."""
@@ -69,7 +71,9 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "num_ranks" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--ranks")
-        values = asked or [*RANKS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_RANKS)]
+        mark = metafunc.definition.get_closest_marker("ranks")
+        usual = mark.args if mark else RANKS
+        values = asked or [*usual, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_RANKS)]
         metafunc.parametrize("num_ranks", values, ids=lambda n: f"R{n}")
 
 

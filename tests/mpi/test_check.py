@@ -70,7 +70,11 @@ def test_every_case_has_its_row(num_ranks):
 
 @pytest.mark.parametrize(
     ("fault", "column", "said"),
-    [("bit", 3, "combined_x"), ("combine", 3, "combined_x"), ("dispatch", 2, "recv_x")],
+    [
+        ("bit", 3, "combined_x"),
+        pytest.param("combine", 3, "combined_x", marks=pytest.mark.slow),  # a coarser "bit"
+        ("dispatch", 2, "recv_x"),
+    ],
 )
 def test_a_fault_on_one_rank_is_shown_and_changes_the_exit_code(fault, column, said):
     run = check(2, fault=fault)

@@ -74,13 +74,14 @@ def train(num_ranks, folder, *options):
 
 @pytest.fixture(scope="module")
 def losses_alone(tmp_path_factory):
-    """Losses of one process in float64."""
+    """Losses of one process in float64; ``test_training…`` compares others with these."""
     run, losses = train(1, tmp_path_factory.mktemp("alone"), "--dtype", "float64")
     run.check()
     return np.loadtxt(losses)
 
 
 @needs_extra
+@pytest.mark.ranks(2)
 def test_training_does_not_depend_on_the_number_of_ranks(num_ranks, losses_alone, tmp_path):
     picture = tmp_path / "digits.png"
     run, losses = train(num_ranks, tmp_path, "--dtype", "float64", "--plot", picture)
@@ -112,9 +113,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("example", [LAYER, DIGITS, PARTICLES, OVERLAP], ids=lambda path: path.stem)
 def test_examples_need_no_more_than_the_first_command_installs(example, tmp_path):
-    script = tmp_path / "no_extra.py"
+    script, losses = tmp_path / "no_extra.py", tmp_path / "losses"
     script.write_text(NO_EXTRA)
-    assert_says_ok(run_ranks(script, 2, example))
+    assert_says_ok(run_ranks(script, 2, example, *(("--losses", losses) * (example == DIGITS))))
+    if example == DIGITS:  # in float32, as everywhere by default
+        values = np.loadtxt(losses)
+        assert len(values) == STEPS_OF_DIGITS
+        assert values[-20:].mean() < values[0] / 50
 
 
 @pytest.mark.parametrize("example", [DIGITS, PARTICLES], ids=lambda path: path.stem)
@@ -132,14 +137,6 @@ def test_three_ranks_for_eight_experts_are_one_sentence():
     run = run_ranks(DIGITS, 3)
     assert run.returncode != 0, run
     assert "".join(run.outputs).strip() == "8 experts are for 1, 2, 4 or 8 ranks, not 3", run
-
-
-@needs_extra
-def test_training_in_float32(tmp_path):
-    run, losses = train(2, tmp_path)
-    run.check()
-    values = np.loadtxt(losses)
-    assert values[-20:].mean() < values[0] / 50
 
 
 @needs_extra
@@ -257,7 +254,7 @@ def test_the_ptx_is_shown_and_explained(arch, loads, variable):
 
 @needs_compiler
 def test_all_of_the_text_and_the_ptx():
-    child = run_alone(PTX, "--full")
+    child = run_alone(PTX, "--full", "--ranks", "4")
     assert child.returncode == 0, child.stderr
     for shown in ("#line", ".target sm_90", "KERNEL combine(", ".visible .entry dispatch_bulk("):
         assert shown in child.stdout
@@ -280,7 +277,7 @@ def test_all_of_the_text_and_the_ptx():
     ],
 )
 def test_a_missing_or_a_wrong_instruction_is_noticed(where, wrong, right, said):
-    child = run_alone("-c", CHANGE_THE_PTX, wrong, right, where, PTX, "--ranks", "2")
+    child = run_alone("-c", CHANGE_THE_PTX, wrong, right, where, PTX, "--ranks", "4")
     assert child.returncode == 1, child.stderr
     last = child.stdout.splitlines()[-1]
     assert last.startswith("WRONG: "), child.stdout
