@@ -17,7 +17,7 @@ from typing import Any
 
 from deepep_cupy.bench.flavors import CLASSES, FLAVORS, Copies, Flavor, Whole
 from deepep_cupy.bench.options import check_files
-from deepep_cupy.bench.plots import colors, log_axis, new_figure
+from deepep_cupy.bench.plots import log_axis, new_figure
 from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import mpi, world
 from deepep_cupy.cli.table import columns
@@ -319,35 +319,63 @@ def _claim(points: Sequence[Point]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------- plot
 
 
+_BASIS = "ld.global"
+_CURVES = {
+    "ld.volatile.global": ("ld.volatile", "tab:red", "s-"),
+    "ld.global.nc": ("nc", "tab:blue", "o-"),
+    _FAST: ("nc.L1::no_allocate.L2::256B", "tab:cyan", "^--"),
+    "bulk": ("bulk copy", "tab:green", "D-"),
+}
+"""Loads worth a curve: how the legend calls them, colour, style. The others are in the tables."""
+_ROWS = {
+    "push": "own rows, pushed to the peer",
+    "staged": "arrived rows, copied here",
+    "pull": "the peer's rows, pulled",
+}
+
+
 def _plot(results: Results, path: Path) -> None:
-    """GB/s over SMs for each kind of copy, and what ``nc`` saves of whole operations."""
+    """Per kind of copy, how much faster than ``ld`` a few loads are; then whole operations."""
     kinds = [kind for kind in CLASSES if any(point.kind == kind for point in results.points)]
     panels = len(kinds) + bool(results.pairs)
     if not panels:
         return
-    figure = new_figure(5.2 * panels, 4.6)
-    all_axes = figure.subplots(1, panels, squeeze=False)
-    for axes, kind in zip(all_axes[0], kinds, strict=False):
-        points = [point for point in results.points if point.kind == kind]
-        axes.set_prop_cycle(color=colors())
-        for name in dict.fromkeys(point.flavor for point in points):
-            own = [point for point in points if point.flavor == name]
-            style = "--" if name.startswith("bulk") else "-"
-            axes.plot([p.sms for p in own], [p.gb_s for p in own], style, marker=".", label=name)
-        log_axis(axes, sorted({point.sms for point in points}))
-        axes.set(xlabel="SMs", ylabel="GB/s a direction", title=kind)
-        axes.set_ylim(bottom=0)
+    figure = new_figure(4.6 * panels, 4.4)
+    figure.set_layout_engine("constrained")
+    all_axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, kind in zip(all_axes, kinds, strict=False):
+        speed = {(p.flavor, p.sms): p.gb_s for p in results.points if p.kind == kind}
+        sms = sorted({number for flavor, number in speed if flavor == _BASIS})
+        axes.axhline(0, color="black", linewidth=1, label="ld")
+        for flavor, (name, color, style) in _CURVES.items():
+            over = [
+                (number, 100.0 * (speed[flavor, number] / speed[_BASIS, number] - 1.0))
+                for number in sms
+                if (flavor, number) in speed
+            ]
+            if over:
+                axes.plot(*zip(*over, strict=True), style, color=color, label=name, markersize=5)
+        log_axis(axes, sms)
+        axes.set(xlabel="SMs", title=_ROWS[kind])
         axes.grid(alpha=0.3)
     if kinds:
-        all_axes[0][0].legend(fontsize=7)
+        all_axes[0].set_ylabel("GB/s: % more than ld")
+        names = all_axes[0].get_legend_handles_labels()
+        figure.legend(*names, loc="outside lower left", ncols=len(names[1]), frameon=False)
     if results.pairs:
-        axes = all_axes[0][-1]
-        names = [f"{p.path}, {p.operation}, {p.sms} SMs" for p in results.pairs]
-        axes.barh(names, [pair.saved for pair in results.pairs])
-        axes.axvline(_CLAIM, color="red", linestyle=":", label=f"{_CLAIM:.0f} %")
-        axes.set(xlabel="% of the time that nc saves", title="whole operations")
-        axes.tick_params(axis="y", labelsize=7)
-        axes.legend(fontsize=7)
-    figure.suptitle(f"{results.ranks} ranks on {results.gpu}")
-    figure.tight_layout()
+        _plot_whole(all_axes[-1], results.pairs)
+    figure.suptitle(
+        f"{results.ranks} ranks on {results.gpu}: {results.nbytes / 1e6:.0f} MB of rows a rank"
+    )
     figure.savefig(path, dpi=110)
+
+
+def _plot_whole(axes: Any, pairs: Sequence[Pair]) -> None:
+    names = [f"{_OPERATIONS[p.operation]}, {p.path}, {p.sms} SMs" for p in pairs]
+    bars = axes.barh(names, [pair.saved for pair in pairs], color="tab:blue")
+    axes.bar_label(bars, fmt="%+.1f", padding=3, fontsize=8)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set(xlabel="% of the time that nc loads save", title="whole operations")
+    axes.tick_params(axis="y", labelsize=8)

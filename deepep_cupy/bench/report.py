@@ -267,4 +267,5 @@ def _bars(axes: Any, rows: Sequence[Measurement]) -> None:
     bars = axes.barh(names, [row.us for row in rows], color=[colors[row.kind] for row in rows])
     axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.12)  # the number behind the longest bar is inside the picture
     axes.set_xlabel("µs")

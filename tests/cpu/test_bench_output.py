@@ -138,6 +138,20 @@ def test_pictures(rows, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_number_of_the_longest_bar_is_inside_the_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    figure = plots.new_figure
+    monkeypatch.setattr(
+        bench_output, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[0]
+    )
+    plot([row(num_sms=None, us=123456.0), *ROWS[:1]], "title", tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    ends = [text.get_window_extent().x1 for text in axes.texts]
+    assert len(ends) == 2
+    assert max(ends) <= axes.get_window_extent().x1
+
+
 # ------------------------------------------------------------------------------------- options
 
 

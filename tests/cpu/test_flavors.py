@@ -245,7 +245,7 @@ def results(saved=10.0, sms=(8, 16), pairs=True):
         return 100.0 * (1 - saved / 100) if flavor.name == bench_flavors._FAST else 100.0
 
     points = [
-        Point(kind, flavor.name, number, us(flavor), 11.7)
+        Point(kind, flavor.name, number, us(flavor), 5.0 if "volatile" in flavor.name else 10.0)
         for kind in CLASSES
         for flavor in FLAVORS
         for number in sms
@@ -278,11 +278,22 @@ def test_what_is_wrong_is_in_the_report():
 
 
 @pytest.mark.parametrize(("sms", "pairs"), [((8, 16), True), ((8,), False), ((), True)])
-def test_the_plot_is_drawn(sms, pairs, tmp_path):
+def test_the_plot_is_drawn(sms, pairs, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
+    drawn = []
+    figure = bench_flavors.new_figure
+    monkeypatch.setattr(
+        bench_flavors, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[0]
+    )
     bench_flavors._plot(results(sms=sms, pairs=pairs), path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    copies = drawn[0].axes[: len(CLASSES) * bool(sms)]
+    for axes in copies:  # per cent against ld, and few curves
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert list(lines) == ["ld", *(name for name, *_ in bench_flavors._CURVES.values())]
+        assert set(lines["nc"].get_ydata()) == {0.0}
+        assert lines["ld.volatile"].get_ydata()[0] == pytest.approx(-50.0)
 
 
 def test_results_are_json():
