@@ -69,11 +69,14 @@ class SymmetricMemory:
         self._write_epoch(epoch_after(epochs))
 
     def _write_epoch(self, epoch: int) -> None:
+        """Write the epoch, and wait until it is there: a copy of pageable memory returns before,
+        and kernels on a non-blocking stream would not wait for it."""
         word = np.array([epoch], np.uint32)
         address = self.region.base + self.control.epoch
         self._runtime.memcpy(
             address, word.ctypes.data, word.nbytes, self._runtime.memcpyHostToDevice
         )
+        self._runtime.deviceSynchronize()
 
 
 def epoch_after(epochs: NDArray[np.int64]) -> int:

@@ -1,0 +1,55 @@
+"""The product's own Buffers on simulated GPUs, under seeds; and mistakes that seeds must find."""
+
+import pytest
+
+from host import stories
+from host.faults import FAULTS
+from host_campaign import first_seed, try_seed
+
+QUICK = (
+    "record_stream is dropped",
+    "the caller's stream does not wait for the end",
+    "the end of an operation is recorded before its kernel",
+)
+"""Faults that the first seeds find."""
+MISSED = set()
+
+
+@pytest.mark.parametrize("first", range(0, 6, 2))
+def test_some_seeds(first):
+    for seed in range(first, first + 2):
+        assert try_seed(seed) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_many_seeds(first):
+    found = {seed: try_seed(seed) for seed in range(first, first + 100)}
+    assert not {seed: text for seed, text in found.items() if text}
+
+
+def test_a_seed_tells_one_story():
+    def told():
+        kept = []
+        stories.tell(stories.Story(4), kept.append)
+        texts = [line.split(" stream ")[0] for line in kept[0].baton.last]
+        return kept[0].ended, texts, kept[0].baton.choices
+
+    assert told() == told()
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_planted_fault_is_found(fault):
+    found = first_seed(fault, 20)
+    assert found
+    assert try_seed(found[0]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in MISSED])
+def test_all_planted_faults_are_found(fault):
+    found = first_seed(fault)
+    assert found
+    assert try_seed(found[0]) is None
