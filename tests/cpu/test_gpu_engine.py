@@ -19,7 +19,10 @@ from gpu_stand_in.engine import run_ranks
 from deepep_cupy import reference
 from deepep_cupy.engines.calls import Quantization, Streams
 from deepep_cupy.engines.gpu.engine import CudaEngine
-from deepep_cupy.errors import ContractError
+from deepep_cupy.engines.gpu.failures import FailureMonitor, Record
+from deepep_cupy.engines.gpu.operation import _PER_THREAD
+from deepep_cupy.errors import ContractError, PeerTimeoutError, StateError
+from deepep_cupy.protocol.control_block import Verdict
 from flat_calls import combine_call, dispatch_call
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -309,6 +312,8 @@ def test_graph_of_dispatch_and_combine():
             same(done.combined_x, back[me].combined_x, "combined_x")
             eager = rank.dispatch(dispatch_call(x, topk_idx=chosen))
         assert rank.runtime.queue.retention.captured
+        # Other memory might become a part of the graph, as that of CuPy's MemoryAsyncPool does.
+        assert rank.runtime.arrays.find(done.combined_x) is not None
         del got, done, eager
         assert rank.runtime.pool.statistics().captured > 0
         return True
@@ -347,7 +352,67 @@ def test_graph_on_the_communication_stream():
     assert run_ranks(1, work, num_experts=8)
 
 
+# ------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("serial", "away", "told"), [(None, 6, True), (7, 6, False), (None, 1, False)]
+)
+def test_a_timeout_says_how_long_the_host_was_elsewhere(serial, away, told):
+    """A host that a waiting kernel stops may be what the late rank waits for."""
+    record = Record(
+        verdict=Verdict.FAILED, serial=7, operation="dispatch", epoch=1, timed_out=True,
+        late=(1,), reporters=(0,), phase="the header", block=0, headers=(), counts=(),
+    )  # fmt: skip
+    report = SimpleNamespace(view=[1, 0], seen=0, busy_at=1, has_news=True, take=lambda: [record])
+    board = SimpleNamespace(abort=lambda _: None)
+    spec = SimpleNamespace(timeout_s=5.0, rank=0)
+    monitor = FailureMonitor(report, SimpleNamespace(board=board), None, spec)
+    monitor.left_at -= away
+    with pytest.raises(PeerTimeoutError) as caught:
+        monitor.raise_pending(serial)
+    assert caught.value.late_ranks == (1,)
+    assert ("outside of the Buffer's calls for 6.0 s" in str(caught.value)) == told
+
+
 # -------------------------------------------------------------------------------------- streams
+
+
+def test_a_per_thread_stream_is_for_one_thread():
+    """It has one name in all threads, and is another stream in each."""
+    xs, idx, _, _ = inputs(1, 8)
+
+    def work(rank):
+        call = dispatch_call(up(xs[0]), topk_idx=up(idx[0]), num_worst_tokens=16)
+        order, said = rank.runtime.queue.order, []
+        rank.dispatch(call)
+
+        def other():
+            d.set_device(rank.device)
+            try:
+                rank.dispatch(call)
+                said.append("fine")
+            except StateError as error:
+                said.append(str(error))
+
+        def in_another_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return said[-1]
+
+        assert in_another_thread() == "fine"
+        per_thread = d.Stream()
+        per_thread.ptr, d._streams[_PER_THREAD] = _PER_THREAD, per_thread
+        with per_thread:
+            rank.dispatch(call)
+        rank.dispatch(call)
+        assert "on a stream of its own" in in_another_thread()
+        assert not order.lock.locked()
+        rank.dispatch(call)
+        return True
+
+    assert run_ranks(1, work, num_experts=8)
 
 
 class Thing:

@@ -9,10 +9,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from deepep_cupy.engines.gpu import launch as launches
 from deepep_cupy.engines.gpu.kernels import list_kernels, shape_constants
 from deepep_cupy.errors import CompileError, ContractError, PlatformError
 from deepep_cupy.jit.compile import Loaded, load
@@ -191,13 +193,36 @@ def test_every_kernel_can_be_packed(spec):
     assert layout.nbytes <= 4096, "the limit of parameters before CUDA 12.1"
 
 
-def test_a_file_that_does_not_load_is_told(tmp_path):
+def test_what_does_not_load_is_told():
     pytest.importorskip("cupy")
-    path = tmp_path / "nothing.cubin"
-    path.write_bytes(b"\x7fELF")
     with pytest.raises(CompileError) as raised:
-        load(path, "nothing")
-    assert f"does not load kernel nothing from {path}" in str(raised.value)
+        load(b"\x7fELF", "nothing", "nothing.cubin")
+    assert "does not load kernel nothing of nothing.cubin" in str(raised.value)
+
+
+def test_all_kernels_are_on_the_device_before_the_first_call(monkeypatch):
+    """The driver loads a kernel at its first use, and cannot while a graph is being captured."""
+    asked = []
+    monkeypatch.setattr(launches, "compiler_archs", lambda: (90,))
+    monkeypatch.setattr(launches, "load", lambda image, entry, name: Loaded(entry, len(image), ()))
+    monkeypatch.setattr(launches, "open_cache", lambda: None)
+    monkeypatch.setattr(launches, "CudaDriver", lambda: "driver")
+    monkeypatch.setattr(
+        launches, "occupancy", lambda loaded, *given: asked.append((loaded.entry, *given))
+    )
+    monkeypatch.setattr(
+        launches,
+        "build_all",
+        lambda requests, *_, **__: [SimpleNamespace(image=b"") for _ in requests],
+    )
+    group = SimpleNamespace(rank=0, allgather=lambda value: [value])
+    constants = shape_constants(90, num_ranks=2, max_row_bytes=64)
+    kernels = list_kernels()
+    made = launches.Kernels(group, kernels, constants, arch=90, path="bulk")
+    assert {entry for entry, *_ in asked} == {each.entry for each in kernels if made.has(each.name)}
+    one = next(each for each in kernels if each.name == "dispatch_bulk")
+    threads, nbytes = one.num_threads(constants), one.num_shared_bytes(constants)
+    assert (one.entry, threads, nbytes, "driver") in asked
 
 
 # ------------------------------------------------------------------------- the bindings themselves

@@ -171,6 +171,7 @@ class CudaEngine:
         """See ``Engine.empty``."""
         with self._device:
             stream = self._cupy.cuda.get_current_stream()
+            self._runtime.queue.order.check_thread(stream)
             array: DeviceArray = self._runtime.arrays.empty(tuple(shape), dtype, stream, "empty()")
             return array
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -183,6 +184,9 @@ class FailureMonitor:
         rendezvous: The host's way to the other ranks, and the abort board.
         pool: Whose blocks are quarantined when an operation fails.
         spec: Sizes of the Buffer.
+
+    Attributes:
+        left_at: When the host was last in a call of the Buffer, as ``time.monotonic`` says.
     """
 
     def __init__(
@@ -196,6 +200,8 @@ class FailureMonitor:
         self._refused: list[Record] = []
         self._failed: Record | None = None
         self._risky: deque[Block] = deque(maxlen=_BLOCKS_AT_RISK)
+        self.left_at = time.monotonic()
+        self._away = 0.0
 
     def own_refusal(self, serial: int) -> None:
         """The caller raises the refusal of this launch by itself."""
@@ -226,6 +232,8 @@ class FailureMonitor:
         if view[0] == report.seen and not (view[report.busy_at] or self._failed or self._refused):
             return
         if report.has_news:
+            # A call that waits for the launch it has made is not away.
+            self._away = time.monotonic() - self.left_at if serial is None else 0.0
             for record in report.take():
                 if record.verdict == Verdict.FAILED:
                     for block in self._risky:
@@ -293,15 +301,25 @@ class FailureMonitor:
         if not late:
             return PeerTimeoutError(
                 f"{operation}(): {name_ranks(record.reporters)} waited {patience} in vain for "
-                f"this rank, {rank}; {_WHAT_NEXT}.",
+                f"this rank, {rank}; {self._was_away()}{_WHAT_NEXT}.",
                 record.late,
             )
         who = f"rank {rank}" if rank in record.reporters else name_ranks(record.reporters)
         phase = f"{record.phase} from " if record.phase else ""
         return PeerTimeoutError(
             f"{operation}(): {who} waited {patience} in vain for {phase}{name_ranks(late)}; "
-            f"{_WHAT_NEXT}.",
+            f"{self._was_away()}{_WHAT_NEXT}.",
             late,
+        )
+
+    def _was_away(self) -> str:
+        """What the host did while the kernel waited, where it was elsewhere for long."""
+        if self._away < self._spec.timeout_s / 2:
+            return ""
+        return (
+            f"meanwhile this host was outside of the Buffer's calls for {self._away:.1f} s (a "
+            f"kernel that waits stops a host that loads or compiles another kernel or frees "
+            f"memory; if the late rank needs this host, do that before); "
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from deepep_cupy.errors import CompileError, PlatformError
 from deepep_cupy.jit.build import Request, build_all, open_cache
 from deepep_cupy.jit.compile import Loaded, compiler_archs, load, target_for
-from deepep_cupy.jit.launch import Launch
+from deepep_cupy.jit.launch import CudaDriver, Launch, occupancy
 from deepep_cupy.jit.spec import KernelSpec, Param, Struct, StructLayout
 from deepep_cupy.ranks.group import Group
 
@@ -134,7 +134,9 @@ class Kernels:
             cache = open_cache()  # a temporary one lasts until everything is loaded
             built = build_all(requests, cache, compiles=group.rank == 0, barrier=meet)
             for kernel, done in zip(wanted, built, strict=True):
-                self._loaded[kernel.name] = (kernel, load(done.image, kernel.entry, kernel.name))
+                found = load(done.image, kernel.entry, kernel.name)
+                _load_now(found, kernel, self.constants)
+                self._loaded[kernel.name] = (kernel, found)
         except (CompileError, PlatformError) as error:
             trouble = str(error)
         # One rank alone may fail (another NVRTC, a full disk): all raise, so that no rank waits.
@@ -175,3 +177,11 @@ class Kernels:
             if field_name.startswith("d."):
                 values[field_name] = 0 if field.count is None else [0] * field.count
         return Launch(loaded, spec, self.constants, grid=grid, values=values), layout
+
+
+def _load_now(loaded: Loaded, kernel: KernelSpec, constants: Mapping[str, int]) -> None:
+    """Let the driver bring a kernel onto the device now. By itself it does that at the first
+    launch, which it cannot while a graph is being captured, nor while a kernel waits for a rank
+    whose turn comes after that launch."""
+    threads, nbytes = kernel.num_threads(constants), kernel.num_shared_bytes(constants)
+    occupancy(loaded, threads, nbytes, CudaDriver())

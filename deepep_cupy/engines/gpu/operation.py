@@ -44,6 +44,8 @@ _PATIENT_POLLS = 2000
 _LAST_SERIAL = 0xFFFFFFFF
 _PROBE_EVERY = 16
 """Operations between two looks at what is over, for the sake of graphs captured later."""
+_PER_THREAD = 2
+"""Handle of the per-thread default stream: each thread's own, by one name."""
 _HIGHEST = -100
 """A priority that CUDA clamps to the highest there is."""
 
@@ -66,6 +68,7 @@ class DeviceOrder:
         self._last: Stream | None = None
         self._end: Recorded | None = None
         self._captured: tuple[int, Stream] | None = None
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def of(cls, device: int) -> DeviceOrder:
@@ -74,6 +77,8 @@ class DeviceOrder:
 
     def enter(self, stream: Stream, events: CupyEvents) -> None:
         """Make ``stream`` wait for the last operation, which may be on another stream."""
+        if self._thread is not None or stream.ptr == _PER_THREAD:
+            self.check_thread(stream)
         last = self._last
         if last is stream:
             self._end = None
@@ -86,6 +91,24 @@ class DeviceOrder:
                 )
             stream.wait_event((self._end or events.record(last)).event)
         self._last, self._end = stream, None
+
+    def check_thread(self, stream: Stream) -> None:
+        """Refuse a second thread where one uses its per-thread default stream: nothing that this
+        stream does can be waited for, or be recorded, in another thread.
+
+        Raises:
+            StateError: On this rank.
+        """
+        me = threading.current_thread()
+        if self._thread is None and stream.ptr == _PER_THREAD:
+            self._thread = me
+        if self._thread not in (None, me):
+            raise StateError(
+                "the Buffers of this process were used on a per-thread default stream "
+                "(CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1) by another thread, and only that thread "
+                "can name it; in programs with several threads, let each that uses a Buffer do so "
+                "on a stream of its own: with cupy.cuda.Stream(non_blocking=True)."
+            )
 
     def leave(self, stream: Stream, events: CupyEvents) -> None:
         """The operation is launched; needed where ``precise``."""
@@ -512,21 +535,25 @@ class Operation:
             pool.free(block)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """An array in ordinary memory, of any dtype."""
+        """An array of any dtype, in ordinary memory; under capture in the pool's.
+
+        Some allocators (CuPy's ``MemoryAsyncPool``) would make memory a part of the graph, which
+        cannot be replayed while an array of the last replay is alive.
+        """
         queue = self._queue
-        retention, cuda = queue.retention, queue.cupy.cuda
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if self.current is self.stream:
-            pointer = cuda.alloc(nbytes)
-        elif self.capture != 0:
-            with self.stream:
-                pointer = cuda.alloc(nbytes)
-        else:
-            pointer, borrowed = retention.borrow(nbytes, self.stream, self.current)
-            self._borrowed.append(weakref.ref(borrowed))
-        array: DeviceArray = queue.cupy.ndarray(shape, dtype, memptr=pointer)
+        array: DeviceArray
         if self.capture != 0:
-            retention.for_ever(array)
+            (block,) = self.alloc((max(1, nbytes), "a captured call's result"))
+            array = queue.arrays.array(queue.arrays.own(block), shape, dtype)
+            queue.retention.for_ever(array)
+            return array
+        if self.current is self.stream:
+            pointer = queue.cupy.cuda.alloc(nbytes)
+        else:
+            pointer, borrowed = queue.retention.borrow(nbytes, self.stream, self.current)
+            self._borrowed.append(weakref.ref(borrowed))
+        array = queue.cupy.ndarray(shape, dtype, memptr=pointer)
         return array
 
     @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,7 @@ class Runtime:
 
     def __exit__(self, *error: object) -> None:
         self._device.__exit__(*error)
+        self.failures.left_at = time.monotonic()
 
     def operation(self, call: DispatchCall | CombineCall | None = None) -> Operation:
         """The frame of an operation, to be entered; see ``engines.gpu.operation``.

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-_numbers = itertools.count(1)
+_numbers = itertools.count(16)  # below are handles with a meaning
 _local = threading.local()
 
 

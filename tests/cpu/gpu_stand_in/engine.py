@@ -85,6 +85,7 @@ class Rank:
             arrays=PoolArrays(region, pool, rank),
             events=events,
         )
+        self.device = d.device()
         self.spec, self.events, self.kernels = spec, events, Kernels(world, rank)
         self.runtime = Runtime(
             spec=spec,
