@@ -349,6 +349,7 @@ class Buffer:
         do_expand: bool | None = None,
         do_zero_padding: bool = False,
         cumulative_local_expert_recv_stats: Any = None,
+        tag: int | None = None,
     ) -> DispatchResult:
         """Send each token to every rank that holds one of its chosen experts, once a rank.
 
@@ -403,6 +404,10 @@ class Buffer:
                 and weights; else they are anything.
             cumulative_local_expert_recv_stats: ``[El]`` int32, to which the number of tokens per
                 local expert is added in place, wrapping; with ``topk_idx``.
+            tag: A number from 0 on that tells this call from others of its form: ranks that meet in
+                calls with different tags all raise. None: a call in a graph is told from others by
+                its number among this rank's captured calls, so that graphs meet only graphs
+                captured in one order.
 
         Returns:
             recv_x ``[N, H]`` in the order (source rank, source token), or a pair of rows and
@@ -449,6 +454,7 @@ class Buffer:
                 do_cpu_sync,
                 do_expand,
                 do_zero_padding,
+                tag,
             ),
         )
         done, signature = self._life.operate("dispatch", _DISPATCH, self._dispatch, given)
@@ -483,6 +489,7 @@ class Buffer:
         out: Any = None,
         reduce: Literal["exact", "per_rank", "per_node"] = "exact",
         row_weights: Any = None,
+        tag: int | None = None,
     ) -> CombineResult:
         """Bring every row back to the rank of its token, and add the rows of each token.
 
@@ -520,6 +527,7 @@ class Buffer:
                 rows and ``"per_rank"`` for the expanded layout.
             row_weights: Expanded layout, floating rows: ``[rows]`` float32, multiplied into the
                 copies in the type of the sum.
+            tag: As for ``dispatch``.
 
         Returns:
             combined_x ``[T, H]``, dtype of ``x``, 0 for a token that went nowhere;
@@ -541,7 +549,7 @@ class Buffer:
             out,
             previous_event,
             CombineOptions(
-                own, config, self._num_sms, async_finish, allocate_on_comm_stream, reduce
+                own, config, self._num_sms, async_finish, allocate_on_comm_stream, reduce, tag
             ),
         )
         done = self._life.operate("combine", _COMBINE, self._combine, given)
@@ -556,11 +564,14 @@ class Buffer:
     def _combine(self, given: CombineArguments) -> CombineOutput:
         return self._engine.combine(self._calls.combine(given))
 
-    def barrier(self) -> None:
+    def barrier(self, tag: int | None = None) -> None:
         """Wait until every rank is here.
 
         Collective: yes.  Stream: current, which waits for all ranks' streams.  Host sync: only
         on the host engine.
+
+        Args:
+            tag: As for ``dispatch``.
 
         Raises:
             ContractError: On every rank, when one is in another call.
@@ -568,7 +579,10 @@ class Buffer:
             PeerTimeoutError: A rank did not come in ``timeout_s``. The Buffer is poisoned.
             PeerAbortedError: Another rank gave up. The Buffer is poisoned.
         """
-        self._life.operate("barrier", _BARRIER, self._engine.barrier)
+        self._life.operate("barrier", _BARRIER, self._barrier, tag)
+
+    def _barrier(self, tag: int | None) -> None:
+        self._engine.barrier(self._checker.tag("barrier", tag))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Make an uninitialised array that ``combine`` reads without a copy.

@@ -37,7 +37,7 @@ Key: TypeAlias = tuple[Any, ...]
 P = TypeVar("P", bound=CallPlan)
 
 _MASK = Layout.MASK
-_MOST_PLANS = 64
+_MOST_PLANS = 160
 
 
 def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int) -> Key | None:

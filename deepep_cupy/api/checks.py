@@ -37,6 +37,7 @@ from deepep_cupy.errors import ContractError, shown
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
+    MAX_TAG,
     Layout,
     Refusal,
     RefusalCode,
@@ -203,6 +204,10 @@ class Checker:
             operation, argument, f"must be a whole number from {low} to {high}, got {shown(value)}"
         )
 
+    def tag(self, operation: str, value: object) -> int | None:
+        """The number that the caller gave a call, or None."""
+        return None if value is None else self.number(operation, "tag", value, 0, MAX_TAG)
+
     def need(self, operation: str, argument: str, mode: str) -> None:
         """Refuse what the engine of this Buffer cannot do."""
         if mode not in self._modes:
@@ -307,6 +312,7 @@ class Checker:
             zero_padding=zero_padding,
             num_sms=self.num_sms("dispatch", options.config) or options.num_sms,
             streams=self.streams_of_plan("dispatch", given.previous_event, options),
+            tag=self.tag("dispatch", options.tag),
         )
 
     def _wrong(self, argument: str, complaint: str) -> NoReturn:
@@ -549,6 +555,7 @@ class Checker:
             reduce=reduce,
             num_sms=self.num_sms("combine", options.config) or options.num_sms,
             streams=self.streams_of_plan("combine", given.previous_event, options),
+            tag=self.tag("combine", options.tag),
         )
 
     def _biases(self, bias: object, shape: _Shape, dtype: np.dtype[Any]) -> tuple[Any, ...]:

@@ -241,6 +241,7 @@ class DispatchOptions(NamedTuple):
     do_cpu_sync: Any = None
     do_expand: Any = None
     do_zero_padding: Any = False
+    tag: Any = None
 
 
 class DispatchArguments(NamedTuple):
@@ -269,6 +270,7 @@ class CombineOptions(NamedTuple):
     async_finish: Any = False
     allocate_on_comm_stream: Any = False
     reduce: Any = "exact"
+    tag: Any = None
 
 
 class CombineArguments(NamedTuple):
@@ -290,9 +292,11 @@ class CallPlan:
     arrays and how many rows these have. All of them are passed to the engine with one plan.
 
     Attributes:
+        tag: The caller's, compared between the ranks, or None.
         prepared: For the engine, to keep what it has worked out for these calls.
     """
 
+    tag: int | None = field(default=None, kw_only=True)
     prepared: Any = field(default=None, init=False)
 
 

@@ -168,8 +168,8 @@ class Engine(Protocol):
         the refusal itself (the caller raises its own error)."""
         ...
 
-    def barrier(self) -> None:
-        """Collective."""
+    def barrier(self, tag: int | None = None) -> None:
+        """Collective. ``tag``: the caller's, in the header (``protocol.headers.call_word``)."""
         ...
 
     def get_dispatch_layout(

@@ -290,6 +290,7 @@ def _dispatch(
         do_expand=site.expanded,
         do_zero_padding=site.expanded,
         quantize=site.quantize,
+        tag=site.tag,
     )
     routing = done.handle.routing
     ends = routing.psum_expert_rows if site.expanded else routing.psum_recv_rows
@@ -342,6 +343,7 @@ def _combine(
         bias=tuple(biases) or None,
         out=memory.array(results[0], rows, site.dtype),
         reduce=site.reduce,
+        tag=site.tag,
     )
     if weights is not None:
         to = memory.array(results[1], (tokens, topk), "float32")

@@ -18,7 +18,7 @@ from deepep_cupy.api.buffer import Buffer
 from deepep_cupy.api.values import wrong_number
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jax.attached import attached
-from deepep_cupy.jax.chain import call_site, token_for, token_made, varying_alike
+from deepep_cupy.jax.chain import BACKWARD, call_site, token_for, token_made, varying_alike
 from deepep_cupy.jax.memory import num_words
 from deepep_cupy.jax.site import Site
 from deepep_cupy.jax.trees import Combined, Handle, Received
@@ -74,7 +74,7 @@ def dispatch(
         StateError: ``attach`` was not called.
     """
     found = attached(buffer, "dispatch")
-    place = call_site()
+    place, tag = call_site("dispatch")
     _expect(x, "dispatch", "x", "[T, H]", 2)
     tokens, hidden = x.shape
     spec = buffer._spec
@@ -84,7 +84,7 @@ def dispatch(
             f"{spec.num_max_tokens_per_rank} (num_max_tokens_per_rank), on rank {spec.rank}."
         )
     if handle is not None:
-        return _again(found.number, x, topk_idx, topk_weights, handle, after, place)
+        return _again(found.number, x, topk_idx, topk_weights, handle, after, place, tag)
     _expect(topk_idx, "dispatch", "topk_idx", f"[{tokens}, K]", 2, tokens)
     topk = topk_idx.shape[1]
     if not 1 <= topk <= spec.num_topk or spec.num_experts is None:
@@ -118,6 +118,7 @@ def dispatch(
         num_rows=rows,
         quantize=quantize,
         place=place,
+        tag=tag,
     )
     sizes = spec.num_ranks, spec.num_local_experts
     given = varying_alike(x, topk_idx, topk_weights, token_for(after))
@@ -150,6 +151,7 @@ def _again(
     handle: Handle,
     after: Any,
     place: str,
+    tag: int,
 ) -> Received:
     """A dispatch with a handle."""
     _expect_handle(handle, "dispatch", number)
@@ -162,7 +164,7 @@ def _again(
         )
     if topk_weights is not None:
         _expect_weights(topk_weights, "dispatch", (handle.num_tokens, handle.num_topk))
-    site = _site_of(handle, "cached", x, topk_weights, place)
+    site = _site_of(handle, "cached", x, topk_weights, place, tag)
     x, arrays, weights, token = varying_alike(x, _arrays(handle), topk_weights, token_for(after))
     sizes = handle.num_ranks, handle.num_local_experts
     recv, recv_weights, token = _cached((site, sizes), x, arrays, weights, token)
@@ -205,7 +207,7 @@ def combine(
         StateError: ``attach`` was not called.
     """
     found = attached(buffer, "combine")
-    place = call_site()
+    place, tag = call_site("combine")
     _expect_handle(handle, "combine", found.number)
     _expect(y, "combine", "y", f"[{handle.num_rows}, H]", 2, handle.num_rows)
     biases = tuple(bias) if isinstance(bias, tuple | list) else (bias,)
@@ -223,7 +225,7 @@ def combine(
         shape = (rows,) if handle.expanded else (rows, handle.num_topk)
         _expect_weights(topk_weights, "combine", shape)
     _one_of("combine", "reduce", reduce, ("exact", "per_rank"))
-    site = _site_of(handle, "combine", y, topk_weights, place)
+    site = _site_of(handle, "combine", y, topk_weights, place, tag)
     site = replace(site, num_biases=len(biases), reduce=reduce)
     given = varying_alike(y, _arrays(handle), topk_weights, biases, token_for(after))
     sizes = handle.num_ranks, handle.num_local_experts
@@ -298,6 +300,7 @@ def _site_of(
     rows: Any,
     weights: Any,
     place: str,
+    tag: int,
 ) -> Site:
     return Site(
         operation=operation,
@@ -313,6 +316,7 @@ def _site_of(
         expanded=handle.expanded,
         num_rows=handle.num_rows,
         place=place,
+        tag=tag,
     )
 
 
@@ -327,6 +331,7 @@ def _backward(
         dtype=np.dtype(gradient.dtype).name,
         weights=weights is not None,
         num_biases=0,
+        tag=site.tag | BACKWARD,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import zlib
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,16 +21,22 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-__all__ = ["call_site", "token_for", "token_made", "varying_alike"]
+from deepep_cupy.protocol.headers import MAX_TAG
 
+__all__ = ["BACKWARD", "call_site", "token_for", "token_made", "varying_alike"]
+
+BACKWARD = (MAX_TAG + 1) >> 1
+"""Bit of a tag: the call is the backward one of its site."""
+_SITE_BITS = BACKWARD - 1
 _HERE = str(Path(__file__).parent)
 
 
 class _Newest(threading.local):
-    """The token of the newest call, of the trace in which it was made."""
+    """The token of the newest call, the trace in which it was made, its number there."""
 
     trace: Any = None
     token: Any = None
+    number = 0
 
 
 _newest = _Newest()
@@ -51,18 +58,23 @@ def token_for(after: Any) -> Any:
 
 def token_made(token: Any) -> Any:
     """Note the token that a call has returned; the token."""
-    _newest.trace, _newest.token = get_opaque_trace_state(), token
+    trace = get_opaque_trace_state()
+    _newest.number = _newest.number + 1 if trace == _newest.trace else 1
+    _newest.trace, _newest.token = trace, token
     return token
 
 
-def call_site() -> str:
-    """Where the user's program calls, file and line, for messages."""
+def call_site(operation: str) -> tuple[str, int]:
+    """Where the user's program calls, file and line, for messages; and its tag: the same on all
+    ranks that run the same program, most likely another for another call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
-    if frame is None:
-        return "an unknown place"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    place = "an unknown place"
+    if frame is not None:
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    number = _newest.number + 1 if _newest.trace == get_opaque_trace_state() else 1
+    return place, zlib.crc32(f"{operation} {number} at {place}".encode()) & _SITE_BITS
 
 
 # ------------------------------------------------------------------------------- shard_map

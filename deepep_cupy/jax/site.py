@@ -41,6 +41,8 @@ class Site:
         quantize: ``"fp8_e4m3"``, or None.
         num_biases: Of a combine.
         place: Where in the user's program the call stands, for messages.
+        tag: Compared between the ranks: calls whose order XLA, or a user, has swapped meet calls of
+            another tag.
     """
 
     operation: Operation
@@ -59,6 +61,7 @@ class Site:
     quantize: Literal["fp8_e4m3"] | None = None
     num_biases: int = 0
     place: str = ""
+    tag: int = 0
 
     @property
     def target(self) -> str:

@@ -7,7 +7,7 @@ whose arguments were refused sends its refusal in the header's place.
 =================  =========================================================================
 word (32 bits)     meaning
 =================  =========================================================================
-``kind``           ``Kind``: the operation
+``kind``           ``call_word``: the operation, and which call of it
 ``dtype``          ``dtype_code``: itemsize and kind of the rows, and of their scales; 0 for none
 ``row_bytes``      bytes of one row as it travels, its scales included
 ``num_topk``       K of the call, 0 without top-k arrays
@@ -40,23 +40,28 @@ from typing import Any
 __all__ = [
     "ARGUMENTS",
     "DTYPE_CODES",
+    "MAX_TAG",
     "OFFSET_UNIT",
     "REGION_BYTES",
     "SCALE_CODES",
     "SIGNATURE",
+    "TAGGED",
     "WORDS",
     "Kind",
     "Layout",
     "LayoutFlag",
     "Refusal",
     "RefusalCode",
+    "call_word",
     "describe_refusal",
     "difference",
     "dtype_code",
     "dtype_label",
     "dtype_name",
+    "kind_of",
     "layout_word",
     "refused_elsewhere",
+    "tagged",
     "verdict",
 ]
 
@@ -73,6 +78,38 @@ class Kind(IntEnum):
     BARRIER = 1
     DISPATCH = 2
     COMBINE = 3
+
+
+_CALL_SHIFT = 4
+TAGGED = 1 << 27
+"""Bit of a call's identity: the other bits are the caller's ``tag``."""
+MAX_TAG = TAGGED - 1
+
+
+def call_word(kind: int, identity: int = 0) -> int:
+    """The header word ``kind``: which call this is.
+
+    Ranks that meet in calls of the same form but not in the same call would give each other rows
+    of the wrong one. The order of calls proves that they meet rightly, but for graphs: a replay
+    may meet another rank's call outside of graphs, or another graph.
+
+    Args:
+        kind: The operation.
+        identity: 0 for a call outside of graphs; in a graph the number of the captured call, by
+            the order in which this rank captured its calls; ``TAGGED`` | tag where the caller gave
+            the call a tag, which then alone tells it from others.
+    """
+    return int(kind) | identity << _CALL_SHIFT
+
+
+def tagged(tag: int | None) -> int:
+    """The identity of a call outside of graphs."""
+    return 0 if tag is None else TAGGED | tag
+
+
+def kind_of(word: int) -> int:
+    """The ``Kind`` in a header word ``kind``."""
+    return word & ((1 << _CALL_SHIFT) - 1)
 
 
 class Layout(IntEnum):
@@ -167,6 +204,7 @@ ARGUMENTS = (
     "reduce",
     "row_weights",
     "dtype",
+    "tag",
 )
 """``refusal_value`` of ``RefusalCode.ARGUMENT``: which argument, 0 where it is none alone."""
 
@@ -239,7 +277,7 @@ def verdict(
     Returns:
         The sentence of the ``ContractError`` to raise, or ``None`` where rows may move.
     """
-    if len({header["kind"] for header in headers}) > 1:
+    if len({kind_of(header["kind"]) for header in headers}) > 1:
         return difference(operation, headers)
     refused = [rank for rank, header in enumerate(headers) if header["refusal"]]
     if not refused:
@@ -290,7 +328,7 @@ def difference(operation: str, headers: Sequence[Mapping[str, int]]) -> str | No
 
 def _disagreement(field: str, values: Sequence[int]) -> str:
     if field == "kind":
-        calls = ", ".join(f"rank {r} calls {_kind_name(v)}" for r, v in enumerate(values))
+        calls = ", ".join(f"rank {r} calls {_call_name(v)}" for r, v in enumerate(values))
         return f"the ranks are in different calls: {calls}"
     shown = [_layout_name(v) if field == "layout" else str(v) for v in values]
     if field == "dtype":
@@ -301,8 +339,12 @@ def _disagreement(field: str, values: Sequence[int]) -> str:
     return f"the ranks disagree on {_FIELD_NAMES[field]} ({values_of})"
 
 
-def _kind_name(value: int) -> str:
-    return Kind(value).name.lower() if value in set(Kind) else f"operation {value}"
+def _call_name(word: int) -> str:
+    kind, identity = kind_of(word), word >> _CALL_SHIFT
+    name = Kind(kind).name.lower() if kind in set(Kind) else f"operation {kind}"
+    if identity & TAGGED:
+        return f"{name} with tag {identity & MAX_TAG}"
+    return f"{name} in a graph (captured call {identity})" if identity else name
 
 
 def _layout_name(value: int) -> str:

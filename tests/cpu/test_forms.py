@@ -24,7 +24,7 @@ from deepep_cupy.engines.calls import (
 from deepep_cupy.engines.host.moves import HostRouting
 from deepep_cupy.engines.protocol import ALL_MODES
 from deepep_cupy.errors import ContractError
-from deepep_cupy.protocol.headers import Layout
+from deepep_cupy.protocol.headers import MAX_TAG, Layout
 from deepep_cupy.protocol.sizes import BufferSpec
 from flat_calls import always_checked, arguments_of
 
@@ -114,6 +114,7 @@ HANDLES = [
     "no handle",
 ]
 FLAGS = (False, True, 0, 1, np.bool_(True), None)
+TAGS = (None, 0, 7, np.int64(7), MAX_TAG, MAX_TAG + 1, -1, True, 7.0, "7")
 DISPATCH = {
     "x": [
         *(zeros(t, H, dtype=np.float16) for t in (0, 3, 4, 9)),
@@ -174,6 +175,7 @@ DISPATCH = {
     "do_cpu_sync": [None, False, True, 0],
     "do_expand": [None, False, True, 1],
     "do_zero_padding": FLAGS,
+    "tag": TAGS,
 }
 COMBINE = {
     "x": [
@@ -215,6 +217,7 @@ COMBINE = {
     "async_finish": FLAGS,
     "allocate_on_comm_stream": FLAGS,
     "reduce": ["exact", "per_rank", "least", 2],
+    "tag": TAGS,
 }
 RIGHT = {
     "dispatch": (

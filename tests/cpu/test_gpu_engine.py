@@ -321,6 +321,57 @@ def test_graph_of_dispatch_and_combine():
     assert all(run_ranks(2, work, num_experts=8))
 
 
+def captured(rank, stream, *calls):
+    """A graph of the calls, all of them dispatches."""
+    with stream:
+        stream.begin_capture()
+        kept = [rank.dispatch(call) for call in calls]
+        return stream.end_capture(), kept
+
+
+@pytest.mark.parametrize("other", ["eager", "graph"])
+def test_a_replay_meets_another_call(other):
+    """A replayed graph of ones meets another rank's call of twos: refused on both, no row moves.
+    Calls with one tag are one call, in a graph or not."""
+    _, idx, _, _ = inputs(2, 9)
+
+    def work(rank):
+        me = rank.spec.rank
+        x, chosen = up(np.ones((len(idx[me]), 8), np.float32)), up(idx[me])
+        ones = dispatch_call(x, topk_idx=chosen, num_worst_tokens=32)
+        twos = dispatch_call(x + x, topk_idx=chosen, num_worst_tokens=32)
+        stream = d.Stream(non_blocking=True)
+        first, (got, *_) = captured(rank, stream, ones)
+        second, (also, *_) = captured(rank, stream, twos)
+        here = d.current_stream()
+        calls = [lambda: first.launch(here), lambda: second.launch(here)]
+        if other == "eager":
+            calls[1] = lambda: rank.dispatch(twos)
+        calls[me]()
+        here.synchronize()
+        with pytest.raises(ContractError, match=r"different calls.*captured call"):
+            rank.runtime.failures.raise_pending()
+        rank.runtime.failures.raise_pending()
+        first.launch(here)
+        here.synchronize()
+        rank.runtime.failures.raise_pending()
+        real = int(got.routing.psum_recv_rows.get()[-1])
+        assert (got.recv_x.get()[:real] == 1).all()
+        del also
+        twos.plan.tag = 7
+        tagged, (kept, *_) = captured(rank, stream, twos)
+        if me == 0:
+            tagged.launch(here)
+        else:
+            rank.dispatch(twos)
+        here.synchronize()
+        rank.runtime.failures.raise_pending()
+        del kept
+        return True
+
+    assert all(run_ranks(2, work, num_experts=8))
+
+
 def test_graph_on_the_communication_stream():
     xs, idx, _, _ = inputs(1, 8)
 

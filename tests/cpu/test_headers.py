@@ -6,17 +6,21 @@ import pytest
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     DTYPE_CODES,
+    MAX_TAG,
     SIGNATURE,
     WORDS,
     Kind,
     Layout,
     Refusal,
     RefusalCode,
+    call_word,
     describe_refusal,
     difference,
     dtype_code,
     dtype_label,
     dtype_name,
+    kind_of,
+    tagged,
     verdict,
 )
 from deepep_cupy.protocol.sizes import SCALE_GROUP, num_scales
@@ -44,6 +48,26 @@ def test_facts_of_the_protocol_are_those_of_the_reference():
 def test_equal_headers_agree():
     assert difference("dispatch", [header()] * 3) is None
     assert verdict("dispatch", [header()] * 3, **LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (0, 3, "rank 0 calls dispatch, rank 1 calls dispatch in a graph (captured call 3)"),
+        (2, 3, "in a graph (captured call 2), rank 1 calls dispatch in a graph (captured call 3)"),
+        (tagged(5), tagged(6), "dispatch with tag 5, rank 1 calls dispatch with tag 6"),
+        (tagged(None), tagged(0), "rank 0 calls dispatch, rank 1 calls dispatch with tag 0"),
+        (tagged(MAX_TAG), MAX_TAG, f"with tag {MAX_TAG}, rank 1 calls dispatch in a graph"),
+    ],
+)
+def test_calls_of_one_form_are_told_apart(one, other, said):
+    words = [header(kind=call_word(Kind.DISPATCH, each)) for each in (one, other)]
+    assert all(0 <= each["kind"] < 1 << 32 for each in words)
+    assert all(kind_of(each["kind"]) == Kind.DISPATCH for each in words)
+    assert said in verdict("dispatch", words, **LIMITS)
+    assert verdict("dispatch", [words[0]] * 2, **LIMITS) is None
+    words[1]["refusal"] = RefusalCode.ARGUMENT
+    assert "rank 1 refused the call" in verdict("dispatch", words, **LIMITS)  # the better news
 
 
 def test_words_behind_the_signature_may_differ():

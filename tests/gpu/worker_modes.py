@@ -285,7 +285,32 @@ def graphs(worker: Worker) -> str:
                 there_and_back(worker, buffer, case, seed=number)
         worker.synchronize()
         buffer.check()
-    return f"{replays + 20} replays"
+        told = refused_meetings(worker, buffer, made) if worker.size > 1 else 0
+    return f"{replays + 20} replays, {told} meetings refused"
+
+
+def refused_meetings(worker: Worker, buffer: Any, made: list[Captured]) -> int:
+    """Rank 0 replays one graph, the others the other one: refused on every rank, no row moves.
+
+    Of the three calls of a replay the second and third use the first one's handle, which has no
+    birth then: they are refused without a report of their own.
+    """
+    made[min(worker.rank, 1)].replay(0, look=False)
+    worker.synchronize()
+    told = 0
+    while True:
+        try:
+            buffer.check()
+        except ContractError as error:
+            assert "different calls: rank 0 calls dispatch in a graph" in str(error), error
+            told += 1
+        else:
+            break
+    assert told > 0
+    made[0].replay(1, look=False)
+    worker.synchronize()
+    buffer.check()
+    return told
 
 
 # --------------------------------------------------------------------------- more than one of it

@@ -318,6 +318,32 @@ def barrier(comm):
 
 
 @scenario
+def tags(comm):
+    """Two calls of one form, made in opposite order on one rank: every rank raises."""
+    last = comm.size - 1
+    with make(comm) as buffer:
+        x = np.ones((2, H), np.float32)
+        idx = np.zeros((2, 1), np.int64)
+        handle = buffer.dispatch(x, topk_idx=idx, tag=3).handle
+        order = (4, 5) if comm.rank == last else (5, 4)
+        received = np.ones((handle.num_recv_tokens, H), np.float32)
+        for tag in order if comm.size > 1 else ():
+            for call in (
+                lambda tag=tag: buffer.dispatch(x, topk_idx=idx, tag=tag),
+                lambda tag=tag: buffer.dispatch(x, handle=handle, tag=tag),
+                lambda tag=tag: buffer.combine(received, handle, tag=tag),
+                lambda tag=tag: buffer.barrier(tag=tag),
+            ):
+                with pytest.raises(
+                    ContractError, match=r"different calls: rank 0 calls \w+ with tag"
+                ):
+                    call()
+        with pytest.raises(ContractError, match="argument 'tag'"):
+            buffer.barrier(tag=-1 if comm.rank == last else 1)
+        assert len(buffer.dispatch(x, topk_idx=idx, tag=3).recv_x) == handle.num_recv_tokens
+
+
+@scenario
 def chunks(comm):
     """Messages longer than the longest that MPI takes: the same code with a shorter longest."""
     group = MPIGroup(comm)

@@ -367,6 +367,31 @@ def refusals_on_every_rank(buffer):
 
 
 @scenario
+def swapped_calls(buffer):
+    """One rank's program has two dispatches of one form in another order: every rank raises."""
+    if SIZE == 1:
+        return
+    x, idx, _ = inputs(RANK)
+    wide = np.ones((MOST, HIDDEN), np.float32)[: len(x)]
+
+    @jax.jit
+    def program(x, wide):
+        if RANK == SIZE - 1:
+            second = ep.dispatch(buffer, wide, idx)
+            first = ep.dispatch(buffer, x, idx)
+        else:
+            first = ep.dispatch(buffer, x, idx)
+            second = ep.dispatch(buffer, wide, idx)
+        return first.x, second.x
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="different calls"):
+        jax.block_until_ready(program(x, wide))
+    with pytest.raises(ContractError, match="dispatch with tag"):
+        ep.check(buffer)
+    buffer.barrier()
+
+
+@scenario
 def closed_and_gone(buffer):
     x, idx, weights = inputs(RANK)
     other = make_buffer()

@@ -249,7 +249,7 @@ def _exact(
         factors // OFFSET_UNIT,
         call.row_weights is not None,
     )
-    op.launch(launch)
+    op.launch(launch, call.plan.tag)
     if op.staged:
         runtime.failures.track(op.staged)
 
@@ -373,7 +373,7 @@ class Combiner:
             weights_offset // OFFSET_UNIT,
             layout,
         )
-        op.launch(launch)
+        op.launch(launch, call.plan.tag)
         if op.staged:
             runtime.failures.track(op.staged)
 

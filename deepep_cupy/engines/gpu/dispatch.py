@@ -475,7 +475,7 @@ class Dispatcher:
                 *places,
                 *cast,
             )
-            op.launch(launch)
+            op.launch(launch, call.plan.tag)
         except BaseException:
             op.give_back(blocks)
             raise

@@ -203,23 +203,23 @@ class CudaEngine:
 
     # --------------------------------------------------------------------------- operations
 
-    def barrier(self) -> None:
+    def barrier(self, tag: int | None = None) -> None:
         """See ``Engine.barrier``."""
         with self._runtime:
-            self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE))
+            self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE), tag)
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """See ``Engine.refuse``. Under graph capture nothing is sent: the error stays local."""
         with self._runtime as runtime:
             runtime.failures.own_refusal(self._launch_barrier(kind, refusal))
 
-    def _launch_barrier(self, kind: Kind, refusal: Refusal) -> int:
+    def _launch_barrier(self, kind: Kind, refusal: Refusal, tag: int | None = None) -> int:
         """Launch the kernel that only exchanges headers; number of the operation."""
         with self._runtime.operation() as op:
             if op.capture == 0 or refusal.code == RefusalCode.NONE:
                 launch = self._runtime.kernels.get("barrier", 1, kind)
                 launch.refusal(kind, refusal.code, refusal.value)
-                op.launch(launch)
+                op.launch(launch, tag)
             return op.serial
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
@@ -244,9 +244,12 @@ class CudaEngine:
         with self._device:
             runtime.queue.drain()
             self._rendezvous.barrier("reset")
-            mine = np.array([runtime.memory.epoch()], np.int64)
-            epochs = self._rendezvous.exchange("reset", mine)[:, 0]
-            runtime.memory.start_over(epochs)
+            queue = runtime.queue
+            mine = np.array([runtime.memory.epoch(), queue.captured_calls], np.int64)
+            states = self._rendezvous.exchange("reset", mine)
+            runtime.memory.start_over(states[:, 0])
+            # A rank that failed within a capture has counted fewer calls than the others.
+            queue.captured_calls = int(states[:, 1].max())
             runtime.failures.clear()
             runtime.pool.release_quarantine()
             self._board.clear()

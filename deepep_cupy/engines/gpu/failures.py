@@ -31,7 +31,14 @@ from deepep_cupy.protocol.control_block import (
     Verdict,
     header_words,
 )
-from deepep_cupy.protocol.headers import ARGUMENTS, WORDS, Kind, refused_elsewhere, verdict
+from deepep_cupy.protocol.headers import (
+    ARGUMENTS,
+    WORDS,
+    Kind,
+    kind_of,
+    refused_elsewhere,
+    verdict,
+)
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortReason
 from deepep_cupy.ranks.rendezvous import Rendezvous, name_ranks
@@ -154,7 +161,7 @@ class Report:
         begin = layout.records + number % NUM_RECORDS * layout.record_words
         words = [int(word) for word in self.words[begin : begin + layout.record_words]]
         said = dict(zip(RECORD_WORDS, words, strict=False))
-        kind, abort, phase = said["kind"], said["abort"], said["phase"]
+        kind, abort, phase = kind_of(said["kind"]), said["abort"], said["phase"]
         ranks = range(layout.num_ranks)
         headers, counts = [], []
         for rank in ranks:

@@ -13,6 +13,7 @@ from deepep_cupy.jit.build import Request, build_all, open_cache
 from deepep_cupy.jit.compile import Loaded, compiler_archs, load, target_for
 from deepep_cupy.jit.launch import CudaDriver, Launch, occupancy
 from deepep_cupy.jit.spec import KernelSpec, Param, Struct, StructLayout
+from deepep_cupy.protocol.headers import call_word
 from deepep_cupy.ranks.group import Group
 
 __all__ = ["COMM", "Kernels", "LocalLaunch", "ReadyLaunch"]
@@ -27,7 +28,7 @@ COMM = Struct(
         Param("board_stride", "u32", doc="words between the ranks' lines of the board"),
         Param("serial", "u32", doc="number of this launch on this rank, never 0"),
         Param("rank", "u32"),
-        Param("kind", "u32", doc="kKind..., which operation this is"),
+        Param("kind", "u32", doc="kKind..., and which call of it (protocol/headers.py)"),
         Param("refusal", "u32", doc="kRefusal..., when the host refused the caller's arguments"),
         Param("refusal_value", "u32", doc="the token or size in question"),
     ),
@@ -78,21 +79,26 @@ class ReadyLaunch(_Launch):
     def __init__(self, launch: Launch, layout: StructLayout) -> None:
         super().__init__(launch, layout)
         comm = layout.fields
-        self._serial = launch.slot("comm.serial")
-        self._kind_at = comm["comm.kind"].offset
+        self._serial, self._call = launch.slot("comm.serial"), launch.slot("comm.kind")
+        self._kind: int = self._call[0]
+        self._identity = 0
         self._refusal_at = comm["comm.refusal"].offset
         self._value_at = comm["comm.refusal_value"].offset
         self._u32 = struct.Struct("<I")
 
     def refusal(self, kind: int, code: int, value: int) -> None:
         """Set which operation this is, and why it is refused (code 0: it is not)."""
-        self._u32.pack_into(self._bytes, self._kind_at, kind)
+        self._kind, self._identity = int(kind), 0
+        self._call[0] = self._kind
         self._u32.pack_into(self._bytes, self._refusal_at, code)
         self._u32.pack_into(self._bytes, self._value_at, value & 0xFFFFFFFF)
 
-    def __call__(self, serial: int, stream: int) -> None:
-        """Launch."""
+    def __call__(self, serial: int, stream: int, identity: int = 0) -> None:
+        """Launch. ``identity``: see ``protocol.headers.call_word``."""
         self._serial[0] = serial
+        if identity != self._identity:
+            self._identity = identity
+            self._call[0] = call_word(self._kind, identity)
         self._start(stream)
 
 

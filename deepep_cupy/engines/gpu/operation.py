@@ -32,7 +32,14 @@ from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block
 from deepep_cupy.memory.cuda_ipc import CupyEvents, Recorded
-from deepep_cupy.protocol.headers import ARGUMENTS, OFFSET_UNIT, Refusal, RefusalCode
+from deepep_cupy.protocol.headers import (
+    ARGUMENTS,
+    MAX_TAG,
+    OFFSET_UNIT,
+    Refusal,
+    RefusalCode,
+    tagged,
+)
 
 __all__ = ["DeviceOrder", "GpuEvent", "Operation", "OperationQueue", "Retention"]
 
@@ -242,6 +249,7 @@ class OperationQueue:
         order: Of all operations on the device.
         retention: Keeps objects until work is over.
         serial: Number of the newest operation.
+        captured_calls: Calls without a tag that graphs were given.
         current_stream: CuPy's current stream of the calling thread.
     """
 
@@ -257,7 +265,7 @@ class OperationQueue:
         self.comm: Stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self.order = DeviceOrder.of(device)
         self.retention = Retention(self.events, device)
-        self.serial = 0
+        self.serial = self.captured_calls = 0
         self.current_stream: Callable[[], Stream] = cupy.cuda.get_current_stream
         runtime = cupy.cuda.runtime
         self._memcpy: Callable[[int, int, int, int, int], None] = runtime.memcpyAsync
@@ -442,11 +450,19 @@ class Operation:
             Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index("previous_event")),
         )
 
-    def launch(self, ready: ReadyLaunch) -> None:
+    def launch(self, ready: ReadyLaunch, tag: int | None = None) -> None:
         """Start the kernel that talks to the other ranks. It is the last of the operation's
-        kernels that does; the next operation of any Buffer may begin."""
-        ready(self.serial, self.stream.ptr)
-        order = self._queue.order
+        kernels that does; the next operation of any Buffer may begin.
+
+        Args:
+            ready: Its launch.
+            tag: The caller's, or None.
+        """
+        queue, identity = self._queue, tagged(tag)
+        if tag is None and self.capture != 0:
+            identity = queue.captured_calls = queue.captured_calls % MAX_TAG + 1
+        ready(self.serial, self.stream.ptr, identity)
+        order = queue.order
         if order.precise and self.capture == 0:
             order.leave(self.stream, self._queue.events)
         self._locked = False

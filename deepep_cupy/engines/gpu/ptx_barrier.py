@@ -15,6 +15,7 @@ from deepep_cupy.engines.gpu.ptx_modules import PtxEntry, get_module, load_entry
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.compile import Loaded
 from deepep_cupy.jit.launch import Driver, Launch
+from deepep_cupy.protocol.headers import call_word
 
 __all__ = ["PtxBarrier", "ptx_barrier_values"]
 
@@ -54,17 +55,18 @@ class PtxBarrier:
         self._launch = Launch(loaded, entry, constants, grid=1, values=values, driver=driver)
         slot = self._launch.slot
         self._serial, self._kind = slot("serial"), slot("kind")
+        self._operation: int = self._kind[0]
         self._refusal, self._refusal_value = slot("refusal"), slot("refusal_value")
 
     def refusal(self, kind: int, code: int, value: int) -> None:
         """Set which operation this is, and why it is refused (code 0: it is not)."""
-        self._kind[0] = kind
+        self._operation = int(kind)
         self._refusal[0] = code
         self._refusal_value[0] = value & 0xFFFFFFFF
 
-    def __call__(self, serial: int, stream: int) -> None:
-        """Launch."""
-        self._serial[0] = serial
+    def __call__(self, serial: int, stream: int, identity: int = 0) -> None:
+        """Launch. ``identity``: see ``protocol.headers.call_word``."""
+        self._serial[0], self._kind[0] = serial, call_word(self._operation, identity)
         self._launch(stream)
 
 

@@ -39,10 +39,12 @@ from deepep_cupy.protocol.headers import (
     LayoutFlag,
     Refusal,
     RefusalCode,
+    call_word,
     dtype_code,
     dtype_label,
     layout_word,
     refused_elsewhere,
+    tagged,
     verdict,
 )
 from deepep_cupy.protocol.nodes import NodeMap
@@ -180,9 +182,9 @@ class HostEngine:
 
     # --------------------------------------------------------------------------- operations
 
-    def barrier(self) -> None:
+    def barrier(self, tag: int | None = None) -> None:
         """See ``Engine.barrier``."""
-        self._agree("barrier", {"kind": Kind.BARRIER}, self._no_rows())
+        self._agree("barrier", {"kind": call_word(Kind.BARRIER, tagged(tag))}, self._no_rows())
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """See ``Engine.refuse``."""
@@ -200,7 +202,7 @@ class HostEngine:
             x, scales = quantize(x, round_scale=kind.round_scale, use_ue8m0=kind.use_ue8m0)
         if scales is not None:
             scales = np.ascontiguousarray(scales)
-        words = self._describe(Kind.DISPATCH, x, call.topk_weights, scales)
+        words = self._describe(Kind.DISPATCH, call.plan.tag, x, call.topk_weights, scales)
         if call.plan.num_worst_tokens is not None:
             words["capacity"] = call.plan.num_worst_tokens
         mask = self._route(call, words)
@@ -361,7 +363,7 @@ class HostEngine:
         routing, dtype = call.routing, call.x.dtype
         exact = routing.expanded and call.plan.reduce == "exact"
         by_node = call.plan.reduce == "per_node"
-        words = self._describe(Kind.COMBINE, call.x, call.topk_weights, None)
+        words = self._describe(Kind.COMBINE, call.plan.tag, call.x, call.topk_weights, None)
         words["birth"] = routing.birth
         if routing.expanded and call.topk_weights is not None:
             words["num_topk"] = routing.expanded_row.shape[1]  # type: ignore[union-attr]
@@ -439,6 +441,7 @@ class HostEngine:
     def _describe(
         self,
         kind: Kind,
+        tag: int | None,
         x: NDArray[Any],
         topk_weights: NDArray[Any] | None,
         scales: NDArray[Any] | None,
@@ -447,7 +450,7 @@ class HostEngine:
         if scales is not None:
             row_bytes += scales.shape[1] * scales.itemsize
         return {
-            "kind": kind,
+            "kind": call_word(kind, tagged(tag)),
             "dtype": dtype_code(
                 dtype_label(x.dtype), x.itemsize, scales.dtype.name if scales is not None else None
             ),

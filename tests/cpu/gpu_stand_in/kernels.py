@@ -23,6 +23,7 @@ from deepep_cupy.protocol.headers import (
     Layout,
     LayoutFlag,
     RefusalCode,
+    call_word,
 )
 from deepep_cupy.reference import quantize
 from gpu_stand_in import device as d
@@ -85,7 +86,7 @@ class World:
         masks = []
         headers = [dict.fromkeys(WORDS, 0) for _ in launches]
         for rank, launch in enumerate(launches):
-            headers[rank]["kind"] = launch.kind
+            headers[rank]["kind"] = call_word(launch.kind, launch.identity)
             headers[rank]["refusal"], headers[rank]["refusal_value"] = launch.refused
             if launch.name.startswith("dispatch"):
                 masks.append(self._mask(launch.d))
@@ -392,8 +393,8 @@ class Launch:
     def refusal(self, kind, code, value):
         self.kind, self.refused = int(kind), (int(code), value & 0xFFFFFFFF)
 
-    def __call__(self, serial, ptr):
-        self.serial = serial
+    def __call__(self, serial, ptr, identity=0):
+        self.serial, self.identity = serial, identity
         world, rank = self.kernels.world, self.kernels.rank
         launched = SimpleNamespace(**vars(self))
         d.run(d.by_pointer(ptr), self.name, lambda: world.meet(rank, launched), *self._ranges())
