@@ -3,7 +3,7 @@
 Each rank has a mailbox in the Buffer's memory. It sends its rows to the rank on its right, with
 ordinary stores over NVLink, and signals with one word; it takes what came from the left once it
 has acquired that word, or gives up at a deadline. ``examples/own_kernel.cu`` is the kernel, in 40
-lines, ``examples/own_kernel.md`` explains each step. Without a GPU it is compiled and not run.
+lines, ``docs/own_kernel.md`` explains each step. Without a GPU it is compiled and not run.
 
 USAGE (one process, or any number of ranks up to eight):
     python examples/07_own_kernel.py

@@ -614,7 +614,7 @@ class Buffer:
         by MPI. All other bytes are the Buffer's. Before a peer first touches a new array, its
         owner synchronises the current stream and the ranks meet: what used the memory before may
         still be running. Order between the ranks' kernels is then yours to make: the page
-        ``examples/own_kernel.md`` and example 07 show how.
+        ``docs/own_kernel.md`` and example 07 show how.
 
         Collective: no.  Stream: none.  Host sync: no.
 

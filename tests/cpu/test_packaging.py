@@ -71,10 +71,11 @@ def tree(tmp_path_factory):
     """A copy of all that belongs to a build, so that none of its products land in the checkout."""
     copy = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("deepep_cupy", "ptx"):
+    for name in ("deepep_cupy", "ptx", "docs", "examples", "scripts", "tests", ".ci"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy / name)
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, copy / path.name)
     return copy
 
 
@@ -126,6 +127,16 @@ def test_the_sdist_keeps_the_shape_of_the_tree(built):
     wanted = {re.sub("^deepep_cupy/_ptx/", "ptx/", name) for name in shipped_files()}
     assert wanted <= got, f"missing: {sorted(wanted - got)}"
     assert {"pyproject.toml", "README.md", "LICENSE"} <= got
+    # And what is needed to test it, to read about it and to build its pages.
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("docs", "examples", "scripts", "tests", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "ptx/README.md"}
+    assert wanted <= got, f"missing: {sorted(wanted - got)}"
+    assert not [name for name in got if name.endswith(".pyc")]
 
 
 def test_the_wheel_says_what_it_is(built):

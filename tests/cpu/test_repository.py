@@ -60,10 +60,12 @@ TOP_LEVEL = {
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "README.md",
     "deepep_cupy",
     "docs",
     "examples",
+    "mkdocs.yml",
     "ptx",
     "pyproject.toml",
     "scripts",
@@ -275,9 +277,9 @@ def variables(text: str) -> set[str]:
 def test_every_variable_is_explained_where_callers_look_and_read_in_env():
     read = {variable.name for variable in env.VARIABLES}
     assert read == variables((PACKAGE / "env.py").read_text())
-    rows = (PACKAGE / "api" / "README.md").read_text().splitlines()
+    rows = (ROOT / "docs" / "calling.md").read_text().splitlines()
     missing = [row for row in map(table_row, env.VARIABLES) if row not in rows]
-    assert not missing, "api/README.md lacks:\n" + "\n".join(missing)
+    assert not missing, "docs/calling.md lacks:\n" + "\n".join(missing)
     used = {
         name: relative(path)
         for path in kept_files()
@@ -290,7 +292,7 @@ def test_every_variable_is_explained_where_callers_look_and_read_in_env():
 
 
 def table_row(variable: env.Variable) -> str:
-    """The row of api/README.md that explains a variable."""
+    """The row of docs/calling.md that explains a variable."""
     values = r" \| ".join(f"`{choice}`" for choice in variable.choices) or "text"
     default = f"`{variable.default}`" if variable.default else "unset"
     return f"| `{variable.name}` | {values} | {default} | {variable.doc} |"
