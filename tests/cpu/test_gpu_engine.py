@@ -139,7 +139,7 @@ def test_dispatch_and_cached(ranks, wait, with_scales, own):
 
 
 @pytest.mark.parametrize("wait", [None, 48])
-@pytest.mark.parametrize("in_pool", [False, True])
+@pytest.mark.parametrize("in_pool", [False, True, "at an odd address"])
 def test_combine(wait, in_pool):
     num_ranks = 2
     dtype = np.dtype(np.float32)
@@ -160,7 +160,9 @@ def test_combine(wait, in_pool):
         got = rank.dispatch(dispatch_call(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
         y = up(ys[me])
         if in_pool:
-            y = rank.runtime.arrays.empty(y.shape, y.dtype, d.current_stream())
+            skip = 0 if in_pool is True else 1  # elements: peers find rows at multiples of 16 bytes
+            whole = rank.runtime.arrays.empty((y.size + skip,), y.dtype, d.current_stream())
+            y = whole[skip:].reshape(y.shape)
             y[...] = ys[me]
             d.device().tracker.touch(d.current_stream(), "rows", (y.data.ptr, y.nbytes, True))
         out = d.empty((len(xs[me]), 256), dtype)
@@ -404,6 +406,33 @@ def test_graph_on_the_communication_stream():
 
 
 # ------------------------------------------------------------------------------------- failures
+
+
+def test_a_reset_of_a_gpu_gives_quarantined_memory_back_between_its_barriers():
+    done = []
+
+    def note(name, value=None):
+        return lambda *_: (done.append(name), value)[1]
+
+    class Device:
+        __enter__ = __exit__ = note("device")
+
+    engine = CudaEngine.__new__(CudaEngine)
+    engine._device, engine._board = Device(), SimpleNamespace(clear=note("board"))
+    epochs = np.array([[5, 3], [9, 4]])
+    engine._rendezvous = SimpleNamespace(barrier=note("barrier"), exchange=note("exchange", epochs))
+    engine._runtime = SimpleNamespace(
+        queue=SimpleNamespace(drain=note("drain"), captured_calls=3),
+        memory=SimpleNamespace(epoch=lambda: 5, start_over=note("memory")),
+        failures=SimpleNamespace(clear=note("failures")),
+        pool=SimpleNamespace(release_quarantine=note("quarantine")),
+    )
+    engine.reset()
+    done = [name for name in done if name != "device"]
+    assert done[:4] == ["drain", "barrier", "exchange", "memory"]
+    assert sorted(done[4:-1]) == ["board", "failures", "quarantine"]
+    assert done[-1] == "barrier"
+    assert engine._runtime.queue.captured_calls == 4
 
 
 @pytest.mark.parametrize(

@@ -352,13 +352,16 @@ def test_ptx_is_loaded_where_there_is_no_cubin(compiler, tmp_path):
     assert build(request, KernelCache(tmp_path)).cached
 
 
-def test_text_options_and_compiler_are_in_the_key(compiler, tmp_path):
+def test_text_options_and_compiler_are_in_the_key(compiler, tmp_path, monkeypatch):
     build(REQUEST, KernelCache(tmp_path))
     build(Request(SPEC, {"kNumRanks": 3}, Target(90)), KernelCache(tmp_path))
     build(Request(SPEC, {"kNumRanks": 2}, Target(100)), KernelCache(tmp_path))
     compiler.version = "12.8"
     build(REQUEST, KernelCache(tmp_path))
     assert compiler.calls == 4
+    monkeypatch.setattr(build_module, "nvrtc_options", lambda _: ("-arch=sm_90", "-G"))
+    build(REQUEST, KernelCache(tmp_path))
+    assert compiler.calls == 5
 
 
 def test_assert_cached_refuses_to_compile(compiler, tmp_path, monkeypatch):

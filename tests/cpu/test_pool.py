@@ -269,6 +269,15 @@ def test_shrink_gives_the_tail_back(pool):
     assert block.nbytes == 512
 
 
+def test_a_tail_that_another_stream_uses_waits_for_it(pool, events):
+    block = pool.alloc(60 * MIB, "s")
+    pool.record_stream(block, "other")
+    pool.shrink(block, 10 * MIB)
+    again = pool.alloc(50 * MIB, "s")
+    assert again.offset == block.end
+    assert [call for call in events.calls if call[0] == "wait"] == [("wait", "s")]
+
+
 def test_shrink_of_what_is_gone_or_quarantined_is_refused(pool):
     gone, failed = pool.alloc(MIB, "s"), pool.alloc(MIB, "s")
     pool.free(gone)

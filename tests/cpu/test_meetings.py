@@ -1,0 +1,175 @@
+"""What ranks tell each other, in which order: boards, exits, resets, and the constructor's vote."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deepep_cupy.api.config import BufferArguments, agree
+from deepep_cupy.api.lifecycle import CallLock, Lifecycle, State
+from deepep_cupy.engines.host.engine import HostEngine
+from deepep_cupy.engines.host.wire import CHUNK_BYTES
+from deepep_cupy.errors import ContractError, PeerTimeoutError
+from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.ranks import abort_board, exit_guard
+from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
+from deepep_cupy.ranks.exit_guard import ExitGuard
+from deepep_cupy.ranks.rendezvous import Rendezvous
+
+SPEC = BufferSpec(
+    num_ranks=2,
+    rank=0,
+    num_max_tokens_per_rank=4,
+    max_row_bytes=8,
+    num_topk=1,
+    num_experts=2,
+    timeout_s=1.0,
+)
+
+
+class Group:
+    """Rank 0 of two on one machine; nothing ever comes from rank 1."""
+
+    host, world_size, size, rank, node_ranks = "here", 2, 2, 0, (0, 1)
+
+    def __init__(self):
+        self.kept, self.codes, self.others = [], [], lambda value: value
+
+    def shared_window(self, nbytes, node=0):
+        return SimpleNamespace(memory=np.zeros(nbytes, np.uint8), free=lambda: None)
+
+    def irecv(self, peer, data, tag):
+        return SimpleNamespace(test=lambda: False, cancel=lambda: None, data=data)
+
+    isend = irecv
+
+    def keep(self, requests):
+        self.kept += requests
+
+    def allgather(self, value):
+        return [value, self.others(value)]
+
+    def abort(self, code):
+        self.codes.append(code)
+
+
+def test_what_an_exchange_that_failed_has_posted_is_kept():
+    """A message may still come, into memory that must be there."""
+    group = Group()
+    meeting = Rendezvous(group, AbortBoard(group), 0.02)
+    with pytest.raises(PeerTimeoutError):
+        meeting.exchange("reset", np.arange(3))
+    assert [request.data.nbytes for request in group.kept] == [24, 24]
+
+
+def test_the_state_of_a_board_is_written_last():
+    """Who sees it sees the words that belong to it."""
+    board = AbortBoard(Group())
+    written = []
+
+    class Recording(np.ndarray):
+        def __setitem__(self, key, value):
+            written.append(key)
+            super().__setitem__(key, value)
+
+    board._lines = board._lines.view(Recording)
+    board.abort(Abort(AbortReason.TIMEOUT, 0, (1,), "dispatch"))
+    assert set(written) >= {abort_board._REASON, abort_board._ORIGIN, abort_board._LATE}
+    assert written.count(abort_board._STATE) == 1
+    assert written[-1] == abort_board._STATE
+
+
+def test_messages_fit_a_count_of_mpi():
+    assert CHUNK_BYTES < 2**31
+
+
+def test_a_process_that_ends_says_so_before_it_waits_for_the_others(monkeypatch):
+    group = Group()
+    board = AbortBoard(group)
+    guards = [ExitGuard(group, board, doomed=True), ExitGuard(group, AbortBoard(group))]
+    monkeypatch.setattr(exit_guard, "_guards", guards)
+    monkeypatch.setattr(exit_guard, "_flush", lambda: None)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.setattr(exit_guard, "_GRACE_S", 0.01)
+    exit_guard._at_exit()
+    assert board.array[0, abort_board._EXITING] == 1
+    assert board.find(RankState.LEFT).text == "it ends"
+    assert group.codes == [1]
+    assert guards[1].board.array[0, abort_board._EXITING] == 0
+
+
+def test_a_reset_lets_the_process_end_in_an_orderly_way():
+    guard = ExitGuard(Group(), None)
+    done = []
+    engine = SimpleNamespace(name="host", reset=lambda: done.append(1), abort=done.append)
+    life = Lifecycle(SPEC, None, None, guard, engine, CallLock())
+    with pytest.raises(ZeroDivisionError), life.failures("dispatch"):
+        _ = 1 // 0
+    assert (life.state, guard.doomed) == (State.POISONED, True)
+    life.reset()
+    assert (life.state, guard.doomed) == (State.OPEN, False)
+
+
+def arguments():
+    return BufferArguments(
+        num_max_tokens_per_rank=4,
+        hidden=4,
+        num_topk=1,
+        num_experts=2,
+        dtype="float32",
+        pool_bytes=None,
+        num_sms=None,
+        engine="host",
+        device=None,
+        timeout_s=5,
+        ranks_per_node=None,
+    )
+
+
+def test_versions_must_be_the_same():
+    """Headers and kernels of another version are another protocol."""
+    group = Group()
+    assert agree(group, arguments(), "1.0").num_ranks == 2
+    asked = []
+
+    def other(value):
+        asked.append(value)
+        return (*value[:2], {**value[2], "version of deepep_cupy": "1.1"}, *value[3:])
+
+    group.others = other
+    with pytest.raises(ContractError, match=r"'version of deepep_cupy' must be .* rank 1: 1\.1"):
+        agree(group, arguments(), "1.0")
+    assert asked[0][2]["version of deepep_cupy"] == "1.0"
+
+
+def host_engine(done):
+    engine = HostEngine.__new__(HostEngine)
+    engine._spec, engine._epoch, engine._generation = SPEC, 5, 1
+    engine._board = SimpleNamespace(clear=lambda: done.append("board"))
+
+    def exchange(operation, words):
+        done.append("exchange")
+        return np.array([words, [9, 4, *words[2:]]])
+
+    engine._rendezvous = SimpleNamespace(
+        barrier=lambda operation: done.append(f"barrier of {operation}"), exchange=exchange
+    )
+    sent = np.zeros(2, np.int64)
+    engine._wire = SimpleNamespace(sent=sent, drain=lambda *_: done.append("drain"))
+    return engine
+
+
+def test_a_reset_goes_on_behind_the_newest_epoch_of_all_ranks():
+    done = []
+    engine = host_engine(done)
+    engine.reset()
+    assert (engine._epoch, engine._generation) == (11, 5)
+    assert done == ["barrier of reset", "exchange", "drain", "board", "barrier of reset"]
+
+
+def test_a_close_meets_twice():
+    """A rank that gave up in the first barrier is not in the second."""
+    done = []
+    host_engine(done).close(collective=True)
+    assert done == ["barrier of close", "exchange", "drain", "barrier of close"]
