@@ -226,7 +226,7 @@ def _ramps(num_ranks: int, count: int, *tokens: int) -> tuple[tuple[int, ...], .
 
 def _one_big(num_ranks: int, big: int, *others: int) -> tuple[tuple[int, ...], ...]:
     """T of each rank: one has many, each rank once."""
-    others = others[: num_ranks - 1]
+    others = _alternate(num_ranks - 1, *others)
     return tuple((*others[:at], big, *others[at:]) for at in range(num_ranks))
 
 

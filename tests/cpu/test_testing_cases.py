@@ -142,3 +142,13 @@ def test_sequence_fits_one_buffer():
 def test_other_numbers_of_ranks_are_refused(ranks):
     with pytest.raises(ValueError, match="1 to 64"):
         table_module.cases(ranks)
+
+
+@pytest.mark.parametrize("ranks", [9, 16])
+def test_more_ranks_than_a_node_has(ranks):
+    chosen = (
+        *table_module.cases(ranks, small=True),
+        *table_module.mode_cases(ranks, small=True),
+        *table_module.node_cases(ranks),
+    )
+    assert {len(case.num_tokens) for case in chosen} == {ranks}
