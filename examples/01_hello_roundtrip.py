@@ -79,15 +79,16 @@ def report(buffer, recv, topk_idx, x, out):
     received = comm.gather(to_host(recv.handle.recv_rows_per_rank))
     if rank != 0:
         return
-    print(f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_tokens} tokens each, ", end="")
-    print(f"{num_experts} experts, top {num_topk}")
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    print(f"engine: {buffer.engine_name}, {ranks}, ", end="")
+    print(f"{num_tokens} tokens each, {num_experts} experts, top {num_topk}")
     print("rows sent  " + "".join(f"   to {r}" for r in range(num_ranks)))
     for source in range(num_ranks):
         print(f"  from {source}   " + "".join(f"{row[source]:7d}" for row in received))
     e0, e1 = topk_idx[0]
     print(f"token 0 of rank 0: experts {e0} and {e1}, on ranks ", end="")
     print(f"{e0 // experts_per_rank} and {e1 // experts_per_rank}; ", end="")
-    print(f"0.75 * {e0 + 1} + 0.25 * {e1 + 1} times {x[0, 0]:g} came back as {out[0, 0]:g}")
+    print(f"(0.75 * {e0 + 1} + 0.25 * {e1 + 1}) times {x[0, 0]:g} came back as {out[0, 0]:g}")
 
 
 if __name__ == "__main__":

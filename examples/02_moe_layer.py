@@ -48,9 +48,8 @@ def main() -> int:
     errors = comm.allgather(error)
     good = all(e < 1e-5 for e in errors)
     if rank == 0:
-        print(
-            f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_tokens} tokens each, ", end=""
-        )
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        print(f"engine: {buffer.engine_name}, {ranks}, {num_tokens} tokens each, ", end="")
         print(f"{num_experts} experts, top {num_topk}")
         print(f"tokens per expert: {min(counts)} to {max(counts)}")
         print(f"largest difference from the dense layer: {max(errors):.1e} of its largest value")

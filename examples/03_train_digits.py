@@ -118,7 +118,8 @@ def main() -> int:
         losses, loads, accuracy = train(xp, buffer, args.dtype)
     good = accuracy >= 0.95
     if rank == 0:
-        print(f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_experts} experts")
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        print(f"engine: {buffer.engine_name}, {ranks}, {num_experts} experts")
         print("OK:" if good else "WRONG:", f"test accuracy {100 * accuracy:.1f} %,", end=" ")
         print(f"loss {losses[0]:.2f} -> {losses[-1]:.4f}")
         if args.losses:

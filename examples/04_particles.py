@@ -90,7 +90,8 @@ def main() -> int:
         for state, energy in progress(run, "moving", num_steps + 1, shown=rank == 0):
             history.append(comm.gather((to_host(state).copy(), energy)))
     if rank == 0:
-        print(f"engine: {buffer.engine_name}, {num_ranks} ranks, {num_particles} particles")
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        print(f"engine: {buffer.engine_name}, {ranks}, {num_particles} particles")
         good = judge(start, history, args.plot)
     return 0 if comm.bcast(good if rank == 0 else None) else 1
 

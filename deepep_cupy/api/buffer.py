@@ -156,7 +156,18 @@ class Buffer:
     @property
     def modes(self) -> frozenset[str]:
         """What this Buffer's engine can do beside plain calls; a call that needs another mode is
-        refused. ``engines.protocol`` lists them; the host engine has all."""
+        refused on every rank. The host engine has all:
+
+        * ``"scales"``: ``dispatch(x=(rows, scales))``, FP8 rows with their scales.
+        * ``"quantize"``: ``dispatch(quantize=)``, rows cast to FP8 on their way.
+        * ``"no_wait"``: ``num_worst_tokens=`` and ``do_cpu_sync=False``, the host learns no count.
+        * ``"expand"``: ``do_expand=True``, a row per (token, local expert), and its combine.
+        * ``"expert_counts"``: handles of all calls with ``topk_idx`` have
+          ``num_unaligned_recv_tokens_per_expert``, not only those without a wait or expanded.
+        * ``"stats"``: ``cumulative_local_expert_recv_stats=``.
+        * ``"events"``: ``previous_event=``, ``async_finish=True``, ``capture()``.
+        * ``"out"``: ``combine(out=)``.
+        """
         return self._engine.modes
 
     @property
@@ -366,7 +377,8 @@ class Buffer:
             x: ``[T, H]`` of any dtype, C-contiguous; T ≤ ``num_max_tokens_per_rank``. Or a pair
                 of FP8 rows (float8_e4m3fn, float8_e5m2, uint8 or int8) and their scales, of any
                 strides: float32 ``[T, S]`` with S = ceil(H / 128), or packed UE8M0 exponents,
-                int32 or uint32 ``[T, ceil(S / 4)]``. Scales travel bit for bit.
+                int32 or uint32 ``[T, ceil(S / 4)]``. Scales travel bit for bit;
+                the value of an element is the element *times* its scale.
             handle: Of an earlier dispatch of this Buffer: send new rows the same ways. All ranks
                 pass the handle of the same call.
             num_tokens_per_rank: ``[R]`` int32; not needed.
@@ -775,8 +787,8 @@ class Buffer:
         life = getattr(self, "_life", None)  # the constructor may have failed
         if life is not None and life.state is not State.CLOSED:
             warnings.warn(
-                f"a {life.state.value} Buffer was dropped without close(); its memory is left to "
-                f"the end of the process",
+                f"a Buffer that is {life.state.value} was dropped without close(); its memory is "
+                f"left to the end of the process",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,

@@ -47,14 +47,15 @@ class Config:
     that the other numbers are accepted, checked and not used.
 
     Attributes:
-        num_sms: GPU blocks of the call; odd numbers are fine too. The host engine has no blocks.
+        num_sms: GPU blocks of the call; odd numbers are fine too. None: the Buffer's number. The
+            host engine has no blocks.
         num_max_nvl_chunked_send_tokens: Not used.
         num_max_nvl_chunked_recv_tokens: Not used.
         num_max_rdma_chunked_send_tokens: Not used.
         num_max_rdma_chunked_recv_tokens: Not used.
     """
 
-    num_sms: int = 20
+    num_sms: int | None = None
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
@@ -64,6 +65,8 @@ class Config:
         for field in fields(self):
             value = getattr(self, field.name)
             high = MAX_BLOCKS_WANTED if field.name == "num_sms" else MAX_ROWS
+            if value is None and field.name == "num_sms":
+                continue
             complaint = wrong_number(field.name, value, 1, high)
             if complaint is not None:
                 raise ContractError(f"Config(): {complaint}.")

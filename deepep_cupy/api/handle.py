@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepep_cupy.engines.calls import Routing, Signature
+from deepep_cupy.errors import ContractError
 
-__all__ = ["DispatchHandle"]
+__all__ = ["DispatchHandle", "shape_of"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,6 +109,34 @@ class DispatchHandle:
         """Of the dispatch."""
         return self.routing.expert_alignment
 
+    def expert_slices(self) -> Any:
+        """Where the rows of each local expert begin and end in ``recv_x`` and in what ``combine``
+        takes; rows that only fill up to ``expert_alignment`` are left out. Expanded layout.
+
+        Collective: no.  Stream: current.  Host sync: where the host waited for the counts, for
+        one copy on GPUs.
+
+        Returns:
+            Where the host waited for the counts, a list of El pairs (start, end) of whole numbers:
+            ``for e, (start, end) in enumerate(handle.expert_slices()): y[start:end] = ...``.
+            Else ``[El, 2]`` int32 of the same numbers, on the GPU on the CUDA engine.
+
+        Raises:
+            ContractError: The layout is not the expanded one, where the rows of an expert are no
+                slice.
+        """
+        ends, counts = self.routing.psum_expert_rows, self.routing.expert_counts
+        if not self.do_expand or ends is None or counts is None:
+            raise ContractError(
+                "expert_slices(): only the expanded layout has each expert's rows side by side; "
+                "dispatch with do_expand=True, or find them by recv_topk_idx."
+            )
+        pairs = ends.repeat(2).reshape(-1, 2)
+        pairs[:, 0] -= counts
+        if not self.counts_known:
+            return pairs
+        return [(start, end) for start, end in pairs.tolist()]
+
     @property
     def birth(self) -> Any:
         """Epoch of the dispatch: an int on the host engine, a device word on GPUs."""
@@ -115,9 +144,35 @@ class DispatchHandle:
 
     def __repr__(self) -> str:
         signature = self.signature
-        return (
-            f"DispatchHandle(num_tokens={self.num_tokens}, num_recv_tokens={self.num_recv_tokens},"
-            f" num_ranks={signature.num_ranks}, num_topk={signature.num_topk}, "
-            f"num_experts={signature.num_experts}, layout={signature.layout.name.lower()}"
-            f"{', expanded' if self.do_expand else ''}{'' if self.counts_known else ', no wait'})"
-        )
+        words = [f"num_tokens={self.num_tokens}", f"num_recv_tokens={self.num_recv_tokens}"]
+        words += [
+            f"{name}={getattr(signature, name)}"
+            for name in ("num_ranks", "num_topk", "num_experts")
+        ]
+        words.append(f"layout={signature.layout.name.lower()}")
+        if self.do_expand:
+            words.append("expanded")
+        if not self.counts_known:
+            words.append("no wait")
+        arrays = ((name, getattr(self, name)) for name in _SHOWN)
+        words += [f"{name}={shape_of(array)}" for name, array in arrays if array is not None]
+        return f"DispatchHandle({', '.join(words)})"
+
+
+_SHOWN = (
+    "send_row",
+    "recv_src_idx",
+    "recv_rows_per_rank",
+    "num_unaligned_recv_tokens_per_expert",
+    "expanded_row",
+)
+"""Arrays whose shapes the ``repr`` of a handle tells."""
+
+
+def shape_of(value: Any) -> str:
+    """``float32[8, 4]`` for an array, ``(…, …)`` for a pair of them; anything else as it is. It
+    reads no element."""
+    if type(value) is tuple:
+        return f"({', '.join(shape_of(each) for each in value)})"
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"{value.dtype}{list(shape)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from deepep_cupy.api.events import EventOverlap
-from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.handle import DispatchHandle, shape_of
 
 __all__ = ["CombineResult", "DispatchResult", "LayoutResult"]
 
@@ -14,6 +14,12 @@ def _describe(result: type[tuple[Any, ...]], **texts: str) -> None:
     """Give the members of a named tuple the descriptions that ``help()`` shows."""
     for name, text in texts.items():
         getattr(result, name).__doc__ = text
+
+
+def _shapes(result: Any) -> str:
+    """The ``repr`` of a result: dtypes and shapes of its arrays, not their elements."""
+    members = (f"{name}={shape_of(value)}" for name, value in result._asdict().items())
+    return f"{type(result).__name__}({', '.join(members)})"
 
 
 _EVENT = "To wait for with ``async_finish``; else without effect: results are in stream order."
@@ -29,12 +35,16 @@ class DispatchResult(NamedTuple):
     handle: DispatchHandle
     event: EventOverlap
 
+    def __repr__(self) -> str:
+        return _shapes(self)
+
 
 _describe(
     DispatchResult,
     recv_x="""Received rows, ``[N, H]``, dtype of ``x``, in the order (source rank, source token).
     Expanded: a row per (token, local expert), by (expert, source rank, source token). A pair of
-    these rows and their scales ``[N, S]`` where scales travelled or rows were cast.""",
+    these rows and their scales ``[N, S]`` where scales travelled or rows were cast: an element's
+    value is the element *times* the scale of its 128 channels.""",
     recv_topk_idx="""Experts of the received rows, ``[N, K]``, dtype of ``topk_idx``: those of this
     rank numbered from 0, -1 elsewhere. None without ``topk_idx`` and in the expanded layout.""",
     recv_topk_weights="""Weights of the received rows, ``[N, K]`` float32: 0 where the index is -1.
@@ -52,6 +62,9 @@ class CombineResult(NamedTuple):
     combined_x: Any
     combined_topk_weights: Any
     event: EventOverlap
+
+    def __repr__(self) -> str:
+        return _shapes(self)
 
 
 _describe(
@@ -71,6 +84,9 @@ class LayoutResult(NamedTuple):
     num_tokens_per_expert: Any
     is_token_in_rank: Any
     event: EventOverlap
+
+    def __repr__(self) -> str:
+        return _shapes(self)
 
 
 _describe(

@@ -6,6 +6,8 @@ exception that the others do not know of, would wait there for ever, and they fo
 whole program with ``MPI_Abort`` in these cases. After an exception that nobody caught it does so
 too where all Buffers are closed.
 
+Where a program ends in order with an open Buffer, rank 0 says so in one line.
+
 An error that all ranks raise is printed once, by the rank at fault: the others print one line.
 """
 
@@ -93,6 +95,11 @@ def _at_exit() -> None:
             time.sleep(_GRACE_S)
             _flush()
             _groups[0].abort(1)
+        elif _guards and not uncaught and _guards[0].group.rank == 0:
+            sys.stderr.write(
+                "deepep_cupy: a Buffer was not closed at the end of the program; write "
+                "'with Buffer(...)', or close() on all ranks.\n"
+            )
         return
     _flush()
     first = fatal[0]

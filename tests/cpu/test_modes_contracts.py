@@ -1,5 +1,8 @@
 """Checks of the modes' arguments, made alone; events and Config; headers and sizes of the modes."""
 
+import re
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from deepep_cupy import Buffer, Config, EventOverlap
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.handle import DispatchHandle
+from deepep_cupy.api.results import CombineResult, DispatchResult
 from deepep_cupy.engines.calls import Quantization, Signature
 from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.engines.host.moves import HostRouting
@@ -336,10 +340,44 @@ def test_out_may_be_lacking():
 def test_a_handle_shows_its_layout():
     assert "expanded" not in repr(handle())
     shown = repr(handle(expanded=True, waited=False))
-    assert shown.endswith("layout=topk, expanded, no wait)")
+    assert "layout=topk, expanded, no wait, send_row=int32[0], " in shown
+    assert shown.endswith(f"expanded_row=int32[5, {K}])")
     known = handle(expanded=True)
     assert (known.num_rows, known.num_recv_tokens, known.num_expanded_tokens) == (12, 5, 12)
     assert handle().num_rows == 5
+
+
+def expanded_over(ends, counts, *, waited):
+    routing = replace(
+        handle(expanded=True, waited=waited).routing,
+        psum_expert_rows=np.array(ends, np.int32),
+        expert_counts=np.array(counts, np.int32),
+    )
+    return replace(handle(), routing=routing)
+
+
+def test_slices_of_experts_leave_padding_out():
+    known = expanded_over([3, 4, 9], [3, 0, 1], waited=True)
+    assert known.expert_slices() == [(0, 3), (4, 4), (8, 9)]
+    unknown = expanded_over([3, 4, 9], [3, 0, 1], waited=False).expert_slices()
+    assert (unknown.dtype, unknown.tolist()) == (np.int32, [[0, 3], [4, 4], [8, 9]])
+    with pytest.raises(ContractError, match=r"^expert_slices\(\): only the expanded layout"):
+        handle().expert_slices()
+
+
+def test_a_result_shows_shapes_and_no_elements():
+    rows = (np.zeros((5, 256), np.uint8), np.ones((5, 2), np.float32))
+    shown = repr(DispatchResult(rows, np.zeros((5, 2)), None, [], handle(), EventOverlap()))
+    assert shown.startswith(
+        "DispatchResult(recv_x=(uint8[5, 256], float32[5, 2]), recv_topk_idx=float64[5, 2], "
+        "recv_topk_weights=None, num_recv_tokens_per_expert_list=[], handle=DispatchHandle("
+    )
+    assert "float16[4, 7]" in repr(CombineResult(np.ones((4, 7), np.float16), None, EventOverlap()))
+
+
+def test_every_mode_is_described():
+    described = set(re.findall(r'\* ``"(\w+)"``', Buffer.modes.__doc__))
+    assert described == ALL_MODES
 
 
 # ------------------------------------------------------------------------- events and settings

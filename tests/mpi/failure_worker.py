@@ -423,6 +423,12 @@ def dropped(comm):
     print("SAW", [each.category.__name__ for each in seen])
 
 
+@scenario
+def stays_open(comm):
+    """A program that ends in order and never closes its Buffer."""
+    make(comm).barrier()
+
+
 def main():
     for name in sys.argv[1:]:
         print("=====", name)

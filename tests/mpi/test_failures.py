@@ -147,6 +147,13 @@ def test_kill_9():
     assert run.returncode != 0, run
 
 
+def test_a_buffer_that_is_open_at_the_end_is_one_line_of_rank_0():
+    run = ends("stays_open")
+    assert run.returncode == 0, run
+    told = [text.count("a Buffer was not closed at the end") for text in run.outputs]
+    assert told == [1] + [0] * (RANKS - 1), run
+
+
 @pytest.mark.parametrize("name", ["raises", "raises_bare"])
 def test_exception_on_one_rank(name):
     run = ends(name)
