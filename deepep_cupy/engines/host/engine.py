@@ -217,10 +217,8 @@ class HostEngine:
             token = np.arange(len(x), dtype=np.int32)
         own = Batch(None, x, scales, call.topk_idx, call.topk_weights, token)
         batches = self._rail.spread(own, parts, records)
-        goes = [
-            mask[:, list(self._rail.mates)] if batch.flags is None else self._rail.goes(batch)
-            for batch in batches
-        ]
+        here = mask[:, list(self._rail.mates)] if parts else mask
+        goes = [here if batch.flags is None else self._rail.goes(batch) for batch in batches]
         senders = [[np.flatnonzero(column) for column in each.T] for each in goes]
         choices = [self._choices(*each) for each in zip(batches, goes, strict=True)]
         bounds = rank_bounds(counts[:, self._spec.rank])

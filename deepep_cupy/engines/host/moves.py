@@ -115,8 +115,11 @@ class Mover:
         self._wire = wire
         self._rank = spec.rank
         self._size = spec.num_ranks
-        self._nodes = spec.nodes or NodeMap.one(spec.num_ranks)
-        self._mates = self._nodes.mates_of(spec.rank)
+        nodes = spec.nodes or NodeMap.one(spec.num_ranks)
+        self._mates = nodes.mates_of(spec.rank)
+        self._local = self._mates.index(spec.rank)
+        self._others = other_ranks(self._local, len(self._mates))
+        self._sources = [nodes.peers_of(mate) for mate in self._mates]
 
     def move(
         self, shares: list[list[NDArray[Any]]], bounds: list[int], num_rows: int
@@ -129,17 +132,16 @@ class Mover:
             bounds: Where each rank's rows begin in the result, and where the last end.
             num_rows: Rows of the result; those behind the last part are undefined.
         """
-        local = self._mates.index(self._rank)
-        first = shares[0][local]
+        first = shares[0][self._local]
         out = np.empty((num_rows, *first.shape[1:]), first.dtype)
-        for number in other_ranks(local, len(self._mates)):
+        for number in self._others:
             mate = self._mates[number]
-            for source in self._nodes.peers_of(mate):
+            for source in self._sources[number]:
                 self._wire.receive(mate, out[bounds[source] : bounds[source + 1]])
             for share in shares:
                 self._wire.send(mate, share[number])
-        for source, share in zip(self._nodes.peers_of(self._rank), shares, strict=True):
-            out[bounds[source] : bounds[source + 1]] = share[local]
+        for source, share in zip(self._sources[self._local], shares, strict=True):
+            out[bounds[source] : bounds[source + 1]] = share[self._local]
         return out
 
     def bring_back(
