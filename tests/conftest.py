@@ -1,9 +1,10 @@
 """What every test folder shares: rank counts, marks by folder, skips with a reason, and their sum.
 
 ``num_ranks``
-    A test that takes this argument runs for 1 and 3 ranks (or those of its mark ``ranks``), and
-    with ``-m slow`` for 5, 6 and 7. ``pytest --ranks 2,4,8`` runs these tests alone, for the counts
-    given: `.ci/run` does that, so that all counts from 1 to 8 are tested.
+    A test that takes this argument runs for 1 and 3 ranks, or those of its mark ``ranks``, and
+    with ``-m slow`` for 5, 6 and 7, and for 1 and 3 where its mark leaves them out.
+    ``pytest --ranks 2,4,8`` runs these tests alone, for the counts given: ``.ci/run`` does that, so
+    that all counts from 1 to 8 are tested.
 
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
 where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
@@ -73,7 +74,8 @@ def pytest_generate_tests(metafunc):
         asked = metafunc.config.getoption("--ranks")
         mark = metafunc.definition.get_closest_marker("ranks")
         usual = mark.args if mark else RANKS
-        values = asked or [*usual, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_RANKS)]
+        slow = [n for n in (*RANKS, *SLOW_RANKS) if n not in usual]
+        values = asked or [*usual, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)]
         metafunc.parametrize("num_ranks", values, ids=lambda n: f"R{n}")
 
 

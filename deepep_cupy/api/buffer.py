@@ -381,11 +381,8 @@ class Buffer:
                 the value of an element is the element *times* its scale.
             handle: Of an earlier dispatch of this Buffer: send new rows the same ways. All ranks
                 pass the handle of the same call.
-            num_tokens_per_rank: ``[R]`` int32; not needed.
-            num_tokens_per_rdma_rank: ``[nodes]`` int32; not needed.
             is_token_in_rank: ``[T, R]`` bool. Beside ``topk_idx``, which then decides alone, its
                 shape is checked and it is not used.
-            num_tokens_per_expert: ``[E]`` int32; not needed.
             topk_idx: ``[T, K]`` int64 or int32, K ≤ ``num_topk``, each row's experts different;
                 -1: no choice.
             topk_weights: ``[T, K]`` float32; with ``topk_idx`` or ``handle``.
@@ -420,6 +417,9 @@ class Buffer:
                 calls with different tags all raise. None: a call in a graph is told from others by
                 its number among this rank's captured calls, so that graphs meet only graphs
                 captured in one order.
+            num_tokens_per_rank: DeepEP's, not needed: ``[R]`` int32, checked and not used.
+            num_tokens_per_rdma_rank: DeepEP's, not needed: ``[nodes]`` int32, checked, not used.
+            num_tokens_per_expert: DeepEP's, not needed: ``[E]`` int32, checked and not used.
 
         Returns:
             recv_x ``[N, H]`` in the order (source rank, source token), or a pair of rows and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepep_cupy import __version__, env
+from deepep_cupy import Buffer, __version__, env
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "ptx" / "README.md", ROOT / "README.md"])
@@ -98,6 +99,14 @@ def test_the_version_is_the_changelogs():
     assert released[0] == __version__
     assert released == sorted(released, key=lambda v: [*map(int, v.split("."))], reverse=True)
     assert text.index("## [Unreleased]") < text.index(f"## [{released[0]}]")
+
+
+def test_what_has_no_effect_stands_behind_what_has_one():
+    arguments = inspect.getdoc(Buffer.dispatch).split("Args:\n")[1].split("Returns:\n")[0]
+    named = re.findall(r"^    (\w+): (.*)$", arguments, re.MULTILINE)
+    idle = ["not needed" in text for _, text in named]
+    assert sum(idle) == 3
+    assert idle == sorted(idle), named
 
 
 # --------------------------------------------------------------------------------------- the site

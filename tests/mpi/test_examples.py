@@ -58,6 +58,7 @@ def test_round_trips(example, num_ranks):
 
 
 @needs_extra
+@pytest.mark.ranks(3)
 def test_particles(num_ranks, tmp_path):
     picture = tmp_path / "particles.png"
     assert_says_ok(run_ranks(PARTICLES, num_ranks, "--plot", picture))

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("table_worker.py")
@@ -10,6 +12,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 takes a fifth of the time, and old bytes show what was not written."""
 
 
+@pytest.mark.ranks(2)
 def test_every_case_is_right(num_ranks):
     run = run_ranks(WORKER, num_ranks, limit_s=280, environment=KEEP_MEMORY)
     run.check()

@@ -68,6 +68,8 @@ STORIES = {
 QUICK = [name for name, focus in STORIES.items() if focus.shapes == TWO_WARPS]
 """Stories whose kernels other tests compile, too."""
 TROUBLES = ("skew", "abort", "freeze", "refuse", "bad_expert", "differ")
+FEW = ("freeze", "refuse", "differ")
+"""By default: a rank that stops, an argument refused on one rank, calls that differ."""
 AMONG_RANKS = ("freeze", "differ")
 """Troubles that need another rank: who would find out that the only one has stopped?"""
 
@@ -86,7 +88,9 @@ def test_sizes(story):
     check(range(6), _with(STORIES[story], ""))
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(t, marks=[] if t in FEW else pytest.mark.slow) for t in TROUBLES]
+)
 def test_trouble_in_larger_grids(trouble):
     focus = Focus(
         shapes=TWO_WARPS,
