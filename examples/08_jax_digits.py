@@ -5,7 +5,7 @@ Eight experts are spread over the ranks. The loss of a step is compiled once; it
 through ``deepep_cupy.jax`` without a line of backward code. At the end the layer is compared with
 the dense layer, which computes all experts for all tokens on every rank.
 
-USAGE (1, 2, 4 or 8 ranks; needs the extra jax; JAX runs on CPUs):
+USAGE (1, 2, 4 or 8 ranks; needs the extra jax; without JAX_PLATFORMS=cpu on GPUs, if JAX has any):
     JAX_PLATFORMS=cpu mpirun -n 2 python -m mpi4py examples/08_jax_digits.py
 
 Expected output: the engine, a progress bar with the loss, and
@@ -121,7 +121,8 @@ def main() -> int:
     if num_experts % num_ranks:
         sys.exit(f"{num_experts} experts are for 1, 2, 4 or 8 ranks, not {num_ranks}" * (rank == 0))
     sizes = {"num_max_tokens_per_rank": 400, "hidden": hidden, "num_topk": num_topk}
-    with Buffer(comm, **sizes, num_experts=num_experts, dtype="float32", engine="host") as buffer:
+    engine = "host" if jax.default_backend() == "cpu" else "cuda"
+    with Buffer(comm, **sizes, num_experts=num_experts, dtype="float32", engine=engine) as buffer:
         ep.attach(buffer)
         p, losses = train(buffer)
         _, (x, y) = load_digits(num_train)

@@ -20,6 +20,7 @@ from deepep_cupy.errors import (
     StateError,
 )
 from deepep_cupy.jax.ffi import ErrorCode, Frame, make_handler, pointer_of
+from deepep_cupy.jax.gpu_memory import GpuMemory
 from deepep_cupy.jax.memory import HandleArrays, HostMemory, Memory, num_words
 from deepep_cupy.jax.site import TARGET, Site
 
@@ -189,8 +190,13 @@ def _check_platform(buffer: Buffer) -> None:
             f"CUDA_VISIBLE_DEVICES to one GPU for each rank (on CPUs "
             f"--xla_force_host_platform_device_count=1)."
         )
-    if buffer.engine_name == "host":
+    if buffer.device is None:
         _check_threads()
+    elif devices[0].local_hardware_id != buffer.device:
+        raise PlatformError(
+            f"attach(): the Buffer is on GPU {buffer.device}, but JAX on GPU "
+            f"{devices[0].local_hardware_id}; give the Buffer device= that one."
+        )
 
 
 def _check_threads() -> None:
@@ -206,12 +212,9 @@ def _check_threads() -> None:
 
 
 def _memory_of(buffer: Buffer) -> Memory:
-    if buffer.engine_name == "host":
+    if buffer.device is None:
         return HostMemory()
-    raise PlatformError(
-        "attach(): compiled programs run on the host engine alone as yet; on GPUs call the Buffer "
-        "outside of jax.jit, with JAX arrays as they are."
-    )
+    return GpuMemory(buffer.device)
 
 
 def _register() -> None:

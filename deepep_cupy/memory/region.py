@@ -141,8 +141,10 @@ class Allocation:
     def free(self) -> None:
         """Free it now. No peer may have it mapped, and no array over it may exist."""
         self.may_free = False
-        with contextlib.suppress(Exception):  # at the interpreter's end nothing may be left
+        try:  # noqa: SIM105 - at the interpreter's end nothing may be left, contextlib neither
             self._memory.free(self.address)
+        except Exception:  # noqa: BLE001
+            pass
 
     def __del__(self) -> None:
         if self.may_free:

@@ -240,6 +240,13 @@ def interop(_: Plan) -> list[Job]:
     return [beside(Job("interop", 2, worker("interop", "--timeout", 60), 180), 6, 3)]
 
 
+def jax(_: Plan) -> list[Job]:
+    """Programs compiled by JAX."""
+    share = (("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2"),)
+    job = Job("jax", 2, ("tests/xla/jax_worker.py",), 240, ok=r"JAX: ok, .*", env=share)
+    return [beside_as_it_is(job, 60, 60)]
+
+
 def pool(plan: Plan) -> list[Job]:
     """The symmetric pool under random programs."""
     every = (1,) if plan.turns else (1, 2, 4)
@@ -321,6 +328,7 @@ PARTS: dict[str, Callable[[Plan], list[Job]]] = {
     "rawmodule": rawmodule,
     "devices": devices,
     "interop": interop,
+    "jax": jax,
     "examples": examples,
     "check": check,
     "sanitizer": sanitizer,

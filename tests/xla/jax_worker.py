@@ -1,6 +1,9 @@
-"""``deepep_cupy.jax`` on CPUs, scenario by scenario, on one set of ranks.
+"""``deepep_cupy.jax``, scenario by scenario, on one set of ranks.
 
-mpirun -n 2 python tests/xla/jax_worker.py [NAME ...]
+JAX_PLATFORMS=cpu mpirun -n 2 python tests/xla/jax_worker.py [NAME ...]
+
+Without JAX_PLATFORMS on GPUs: there what is wrong is found after a program has run, in other
+scenarios.
 
 The dense layer, computed by JAX on one rank from everybody's rows, is what results and gradients
 are compared with; rows and sums of plain calls are compared with ``Buffer``'s own, bit by bit.
@@ -11,7 +14,7 @@ import sys
 import time
 from functools import partial
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cuda")
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,11 @@ from mpi4py import MPI
 import deepep_cupy.jax as ep
 from deepep_cupy import Buffer, ContractError, PeerTimeoutError, StateError
 
+ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
 SCENARIOS = {}
 TIMEOUT_S = 2.0
 HIDDEN, TOPK, LOCAL, MOST = 32, 3, 4, 40
+jax.config.update("jax_default_matmul_precision", "highest")
 comm = MPI.COMM_WORLD
 RANK, SIZE = comm.rank, comm.size
 EXPERTS = SIZE * LOCAL
@@ -37,6 +42,19 @@ def scenario(function):
     return function
 
 
+def on_cpu(function):
+    return scenario(function) if ON_CPU else function
+
+
+def on_gpu(function):
+    return function if ON_CPU else scenario(function)
+
+
+def down(array):
+    """A NumPy array of a NumPy or CuPy array."""
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
 def make_buffer(**other):
     sizes = {
         "num_max_tokens_per_rank": MOST,
@@ -44,7 +62,7 @@ def make_buffer(**other):
         "num_topk": TOPK,
         "num_experts": EXPERTS,
         "dtype": "float32",
-        "engine": "host",
+        "engine": "host" if ON_CPU else "cuda",
         "timeout_s": 20.0,
     }
     made = Buffer(comm, **{**sizes, **other})
@@ -120,24 +138,26 @@ def bits_of_plain_calls(buffer):
 
         recv, out, again = both(x, idx, weights, bias)
         real = int(recv.handle.num_recv_tokens)
+        up = buffer.xp.asarray
+        x, idx, weights, bias = up(x), up(idx), up(weights), up(bias)
         wanted = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, expert_alignment=4)
         handle = wanted.handle
         assert real == handle.num_recv_tokens
         assert recv.x.shape == (SIZE * MOST, HIDDEN)
-        assert np.asarray(recv.x[:real]).tobytes() == wanted.recv_x.tobytes()
+        assert np.asarray(recv.x[:real]).tobytes() == down(wanted.recv_x).tobytes()
         assert not np.asarray(recv.x[real:]).astype(np.float32).any()
-        assert np.array_equal(recv.topk_idx[:real], wanted.recv_topk_idx)
+        assert np.array_equal(recv.topk_idx[:real], down(wanted.recv_topk_idx))
         assert (np.asarray(recv.topk_idx[real:]) == -1).all()
-        assert np.array_equal(recv.topk_weights[:real], wanted.recv_topk_weights)
+        assert np.array_equal(recv.topk_weights[:real], down(wanted.recv_topk_weights))
         for name in ("send_row", "recv_rows_per_rank", "psum_num_recv_tokens_per_expert"):
-            assert np.array_equal(getattr(recv.handle, name), getattr(handle, name)), name
-        counts = handle.num_unaligned_recv_tokens_per_expert
+            assert np.array_equal(getattr(recv.handle, name), down(getattr(handle, name))), name
+        counts = down(handle.num_unaligned_recv_tokens_per_expert)
         assert np.array_equal(recv.handle.num_recv_tokens_per_expert, counts)
-        assert np.array_equal(recv.handle.recv_src_idx[:real], handle.recv_src_idx)
+        assert np.array_equal(recv.handle.recv_src_idx[:real], down(handle.recv_src_idx))
         sums = buffer.combine(wanted.recv_x, handle, wanted.recv_topk_weights, (bias, bias))
-        assert np.asarray(out.x).tobytes() == sums.combined_x.tobytes()
-        assert np.array_equal(out.topk_weights, sums.combined_topk_weights)
-        assert np.asarray(again.x[:real]).tobytes() == wanted.recv_x.tobytes()
+        assert np.asarray(out.x).tobytes() == down(sums.combined_x).tobytes()
+        assert np.array_equal(out.topk_weights, down(sums.combined_topk_weights))
+        assert np.asarray(again.x[:real]).tobytes() == down(wanted.recv_x).tobytes()
         assert not np.asarray(again.topk_weights[real:]).any()
 
 
@@ -185,11 +205,13 @@ def cast_to_fp8(buffer):
         return *recv.x, recv.handle
 
     codes, scales, handle = cast(x, idx)
+    up = buffer.xp.asarray
+    x, idx = up(x), up(idx)
     wanted, wanted_scales = buffer.dispatch(x, topk_idx=idx, quantize="fp8_e4m3").recv_x
     real = int(handle.num_recv_tokens)
     assert codes.dtype == ml_dtypes.float8_e4m3fn
-    assert np.asarray(codes[:real]).tobytes() == wanted.tobytes()
-    assert np.array_equal(scales[:real], wanted_scales)
+    assert np.asarray(codes[:real]).tobytes() == down(wanted).tobytes()
+    assert np.array_equal(scales[:real], down(wanted_scales))
 
 
 @scenario
@@ -348,7 +370,7 @@ def wrong_arguments_while_tracing(buffer):
     buffer.barrier()
 
 
-@scenario
+@on_cpu
 def refusals_on_every_rank(buffer):
     """What one rank's values break, every rank's program raises, and the Buffer goes on."""
     x, idx, weights = inputs(RANK)
@@ -366,7 +388,7 @@ def refusals_on_every_rank(buffer):
     close(step(x, idx, weights), mixed(x, idx, weights, W1, W2))
 
 
-@scenario
+@on_cpu
 def swapped_calls(buffer):
     """One rank's program has two dispatches of one form in another order: every rank raises."""
     if SIZE == 1:
@@ -391,7 +413,40 @@ def swapped_calls(buffer):
     buffer.barrier()
 
 
-@scenario
+@on_gpu
+def found_after_the_program(buffer):
+    """Kernels find what is wrong: the program ends, ``check`` raises on every rank, outputs are
+    poisoned, and after a meeting the Buffer goes on."""
+    x, idx, _ = inputs(RANK)
+    step = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).handle.num_recv_tokens)
+    twice = idx.copy()
+    if RANK == SIZE - 1:
+        twice[3] = 1
+    assert int(step(x, twice)) == 0
+    with pytest.raises(ContractError, match="same expert twice"):
+        ep.check(buffer)
+    comm.barrier()
+    assert int(step(x, idx)) > 0
+    ep.check(buffer)
+
+
+@on_gpu
+def many_calls_keep_memory(buffer):
+    """Nothing grows over calls that nobody waits for."""
+    x, idx, weights = inputs(RANK)
+    step = jax.jit(partial(layer, buffer, W1[MINE], W2[MINE]))
+    wanted = mixed(x, idx, weights, W1, W2)
+    device = jax.local_devices()[0]
+    used = []
+    for _ in range(3):
+        for _ in range(300):
+            out = step(x, idx, weights)
+        close(out, wanted)
+        used.append(device.memory_stats()["bytes_in_use"])
+    assert used[2] <= used[1], used
+
+
+@on_cpu
 def closed_and_gone(buffer):
     x, idx, weights = inputs(RANK)
     other = make_buffer()
@@ -406,7 +461,7 @@ def closed_and_gone(buffer):
     buffer.barrier()
 
 
-@scenario
+@on_cpu
 def a_late_rank(buffer):
     x, idx, weights = inputs(RANK)
     with make_buffer(timeout_s=TIMEOUT_S) as other:
@@ -436,6 +491,8 @@ def main():
             SCENARIOS[name](buffer)
             if RANK == 0:
                 print(f"{time.monotonic() - begun:6.2f} s {name}", flush=True)
+    if RANK == 0:
+        print(f"JAX: ok, {len(wanted)} scenarios ({SIZE} ranks)", flush=True)
 
 
 if __name__ == "__main__":

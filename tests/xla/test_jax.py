@@ -20,10 +20,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "08_jax_digits.py"
 
 @pytest.mark.mpi
 def test_programs_on_the_ranks(num_ranks):
-    run = run_ranks(WORKER, num_ranks, limit_s=280)
+    run = run_ranks(WORKER, num_ranks, limit_s=280, environment={"JAX_PLATFORMS": "cpu"})
     run.check()
     done = re.findall(r"s (\w+)$", run.outputs[0], re.MULTILINE)
-    assert len(done) == len(set(done)) == WORKER.read_text().count("\n@scenario\n")
+    assert (
+        len(done)
+        == len(set(done))
+        == len(re.findall(r"^@(?:scenario|on_cpu)$", WORKER.read_text(), re.MULTILINE))
+    )
 
 
 @pytest.mark.mpi
