@@ -12,7 +12,18 @@ QUICK = (
     "the end of an operation is recorded before its kernel",
 )
 """Faults that the first seeds find."""
-MISSED = set()
+MISSED = {
+    "an event's wait records no stream",
+    "the tail of a shrunk block forgets the block's users",
+    "the pool waits for no other stream",
+    "completion of one stream is believed of all",
+    "a graph's block goes to the eager list",
+    "a capture takes memory with work pending",
+    "blocks of a failed operation are not quarantined",
+    "reset clears the board after its second meeting",
+    "reset goes on from this rank's own epoch",
+}
+"""Faults that no seed is known to find: the stories are too tame for them."""
 
 
 @pytest.mark.parametrize("first", range(0, 6, 2))

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import sys
+import threading
 import types
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from deepep_cupy.jit import launch as jit_launch
 from deepep_cupy.jit.compile import Loaded
 from deepep_cupy.memory import cuda_ipc
 from deepep_cupy.memory import pool as memory_pool
+from deepep_cupy.memory import region as memory_region
 from deepep_cupy.protocol.control_block import ControlLayout, ReportLayout
 from deepep_cupy.ranks import rendezvous
 from host.baton import Baton, Lock, RLock
@@ -38,6 +40,11 @@ from host.operations import KERNELS
 
 __all__ = ["Array", "Machine"]
 
+_OTHERS = {
+    name: getattr(threading, name)
+    for name in threading.__all__
+    if name not in ("Lock", "RLock", "get_ident")
+}
 _TRACED = ("engines/gpu/", "deepep_cupy/memory/", "api/lifecycle")
 
 
@@ -182,7 +189,9 @@ class Machine:
         """The product runs on this machine."""
         Lock.baton, Lock.held = self.baton, set()
         cupy = make_cupy(self)
-        threads = SimpleNamespace(Lock=Lock, RLock=RLock, get_ident=lambda: id(self.baton.me))
+        threads = SimpleNamespace(
+            Lock=Lock, RLock=RLock, get_ident=lambda: id(self.baton.me), **_OTHERS
+        )
         clock = SimpleNamespace(monotonic=lambda: self.baton.now, sleep=self.poll)
         driver = _Bindings(self)
         values = [
@@ -196,11 +205,13 @@ class Machine:
             (gpu_launch, "build_all", self._build_all),
             (gpu_launch, "load", self._load),
             (jit_launch, "CudaDriver", lambda: _Driver(self)),
+            (gpu_launch, "CudaDriver", lambda: _Driver(self)),
             (cuda_ipc, "device_uuid", lambda device: f"GPU-{device}"),
             (gpu_operation, "threading", threads),
             (gpu_operation, "time", clock),
             (gpu_operation, "_PATIENT_POLLS", 2),
             (memory_pool, "threading", threads),
+            (memory_region, "GRANULE", 512),
             (lifecycle, "threading", threads),
             (lifecycle.CallLock, "_process", _OfProcess(self)),
             (rendezvous, "time", clock),

@@ -31,7 +31,6 @@ from host.ranks import Group
 __all__ = ["Story", "StoryError", "tell"]
 
 HIDDEN, TOPK, MOST_TOKENS, TIMEOUT_S = 16, 2, 5, 1.0
-POOL_BYTES = 192 << 10
 
 
 class StoryError(AssertionError):
@@ -98,6 +97,8 @@ class Story:
         self.numbers = np.random.default_rng(seed)
         self.num_ranks = num_ranks or self.random.choice((1, 2, 2, 2, 3, 4))
         self.num_experts = 2 * self.num_ranks
+        tight = 16 if self.num_ranks < 3 else 24  # KiB: memory is used again at once
+        self.pool_bytes = self.random.choice((tight, tight, 192)) << 10
         self.num_buffers = self.random.choice((1, 1, 2))
         self.elsewhere = elsewhere
         self._most_followers, self._number = followers, 0
@@ -239,7 +240,7 @@ class Rank:
                 num_topk=TOPK,
                 num_experts=story.num_experts,
                 dtype="float32",
-                pool_bytes=POOL_BYTES,
+                pool_bytes=story.pool_bytes,
                 engine="cuda",
                 timeout_s=TIMEOUT_S,
             )
