@@ -115,7 +115,7 @@ DEVICE bool leave(const CommParams& c, CommShared& s, Verdict verdict, bool hand
         // PLANT(block_counts_in)
         u32 before = atom_add_acq_rel_gpu_u32(arrivals, failed ? 0x10001u : 1u);
         s.last = (before & 0xffffu) + 1u == num_blocks();  // PLANT(last_block_found)
-        s.failed = failed || (before >> 16) != 0u;
+        s.failed = failed || (before >> 16) != 0u;  // PLANT(failed_blocks_counted)
         if (s.last) st_relaxed_gpu_u32(arrivals, 0u);  // PLANT(counter_reset)
     }
     block_barrier();

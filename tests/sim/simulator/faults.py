@@ -159,6 +159,13 @@ PLANTED: tuple[Planted, ...] = (
         "dispatch, several blocks",
     ),
     Planted(
+        "a block that gave up forgotten by the last one",
+        ("dispatch",),
+        change(swap("failed_blocks_counted", " || (before >> 16) != 0u", "")),
+        _focus(DISPATCH, trouble="skew", blocks=(2, 3)),
+        "dispatch, several blocks, one of which gives up",
+    ),
+    Planted(
         "sys scope narrowed to gpu (fence before the arrivals)",
         ("dispatch",),
         change(swap("fence_before_arrivals", "acq_rel_sys", "acq_rel_gpu")),
