@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deepep_cupy.errors import DeepEPCupyError, PeerAbortedError, PeerTimeoutError
+from deepep_cupy.errors import PeerAbortedError, PeerTimeoutError
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.group import Group, LinkError, Request
 
 __all__ = ["CONTROL_TAG", "Pending", "Rendezvous", "name_ranks", "poll"]
 
 CONTROL_TAG = 0
-"""Tag of ``Rendezvous.exchange``; operations use others."""
+"""Tags from here on are the operations'."""
+_EXCHANGE_TAG, _EXCHANGES = 3000, 1000
+"""Tags of ``Rendezvous.exchange``, a meeting each: MPI promises tags up to 32767."""
 
 _YIELDS = 100
 """Polls that only give the processor away, before the first sleep."""
@@ -159,20 +161,25 @@ class Rendezvous:
             raise self._lost(operation, late[0] if late else -1, error) from error
 
     def exchange(self, operation: str, words: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Send a few words to every rank; return ``[R, len(words)]``, one row a rank."""
+        """Send a few words to every rank; return ``[R, len(words)]``, one row a rank.
+
+        After a ``barrier`` that all ranks passed, and once for each: what an exchange that failed
+        has left, a receive perhaps, has that meeting's tag and meets no later one's messages.
+        """
         group = self.group
         everyone = np.zeros((group.size, len(words)), np.int64)
         everyone[group.rank] = words
         mine = words.astype(np.int64).view(np.uint8)
         pending: list[Pending] = []
-        for peer in range(group.size):
-            if peer != group.rank:
-                theirs = everyone[peer].view(np.uint8)
-                pending.append(Pending(peer, group.irecv(peer, theirs, CONTROL_TAG)))
-                pending.append(Pending(peer, group.isend(peer, mine, CONTROL_TAG)))
+        tag = _EXCHANGE_TAG + self._serial % _EXCHANGES
         try:
+            for peer in range(group.size):
+                if peer != group.rank:
+                    theirs = everyone[peer].view(np.uint8)
+                    pending.append(Pending(peer, group.irecv(peer, theirs, tag)))
+                    pending.append(Pending(peer, group.isend(peer, mine, tag)))
             self.wait(pending, operation, "their state", RankState.LEFT)
-        except DeepEPCupyError:
+        except BaseException:  # an interrupt too: MPI writes into what was posted
             group.keep([each.request for each in pending])
             raise
         return everyone

@@ -182,6 +182,41 @@ def late_reset(comm):
 
 
 @scenario
+def reset_fails_within(comm):
+    """Rank 1 is interrupted between its first meeting and the end of the exchange of states, twice:
+    by an exception of its own, and by a time limit. What that exchange has left, a receive and its
+    memory among it, meets no message of the next one."""
+    trip = RoundTrip(comm, 6)
+    with make(comm) as buffer:
+        handle = trip.there(buffer)
+        rendezvous = buffer._engine._rendezvous
+        wait, ones = rendezvous.wait, []
+
+        def interrupted(pending, operation, phase, *more, **others):
+            if phase == "their state" and comm.rank == BAD:
+                raise errors.pop()
+            return wait(pending, operation, phase, *more, **others)
+
+        errors = [PeerTimeoutError("an early end", ()), KeyboardInterrupt()]
+        rendezvous.wait = interrupted
+        for _ in range(2):
+            try:
+                report(buffer.reset)
+            except KeyboardInterrupt:
+                print("SAW KeyboardInterrupt 0.0")
+            ones.append(np.ones(1 << 16, np.int64))  # in the memory of what died
+            meet(comm)
+        rendezvous.wait = wait
+        buffer.reset()
+        meet(comm)
+        buffer.reset()
+        trip.and_back(buffer, handle)
+        trip.and_back(buffer, trip.there(buffer))
+        assert all((each == 1).all() for each in ones)
+        print("WORKS again", buffer.state.value)
+
+
+@scenario
 def late_for_good(comm):
     """Nobody resets, and everybody ends as if nothing had happened."""
     trip = RoundTrip(comm, 1)

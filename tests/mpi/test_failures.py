@@ -27,6 +27,7 @@ GO_ON = (
     "late_combine",
     "late_barrier",
     "late_reset",
+    "reset_fails_within",
     "late_then_close",
     "out_of_memory",
     "raises_and_is_caught",
@@ -52,6 +53,16 @@ def saw(text):
     """(class, seconds, message) of every report."""
     found = re.findall(r"^SAW (\w+) ([\d.]+) ?(.*)$", text, re.MULTILINE)
     return [(kind, float(seconds), message) for kind, seconds, message in found]
+
+
+def test_a_reset_that_failed_spoils_no_later_one(sections):
+    for rank in range(RANKS):
+        first, second = saw(sections["reset_fails_within"][rank])
+        assert "WORKS again open" in sections["reset_fails_within"][rank]
+        if rank == BAD:
+            assert (first[0], second[0]) == ("KeyboardInterrupt", "PeerTimeoutError")
+        else:
+            assert first[0] == second[0] != "nothing"
 
 
 @pytest.mark.parametrize("name", ["late", "late_rows", "late_combine", "late_barrier"])

@@ -3,7 +3,9 @@
 All messages of a generation (the time between two resets) use one tag, so that each pair's
 messages match in the order they were posted. After a failure some were sent and never received,
 others posted and never sent; ``drain`` compares both ranks' counts and settles every one, so that
-no stale message meets a later receive and nothing is left for ``MPI_Finalize`` to wait for.
+no stale message meets a later receive and nothing is left for ``MPI_Finalize`` to wait for. Counts
+are of the Buffer's whole life: a drain may fail on one rank and be over on another, and the next
+one finds out what either still lacks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Wire:
         self._tag = CONTROL_TAG + 1
         self._pending: list[Pending] = []
         self.sent = np.zeros(self._group.size, np.int64)
-        """Messages to each rank in this generation."""
+        """Messages to each rank so far."""
         self._posted: list[list[Request]] = [[] for _ in range(self._group.size)]
         self._num_received = np.zeros(self._group.size, np.int64)
 
@@ -82,8 +84,7 @@ class Wire:
         self._throw_away(operation, missing)
         self._rendezvous.wait(self._pending, operation, "what was under way", RankState.LEFT)
         self._tag = CONTROL_TAG + 1 + generation % _TAGS
-        self.sent[:] = 0
-        self._num_received[:] = 0
+        self._num_received[:] = sent_to_me
         for posted in self._posted:
             posted.clear()
 
@@ -95,6 +96,7 @@ class Wire:
                 request = self._group.take(int(peer), self._tag)
                 if request is not None:
                     self._pending.append(Pending(int(peer), request))
+                    self._num_received[peer] += 1
                     missing[peer] -= 1
             self._rendezvous.watch(operation, RankState.LEFT)
             if time.monotonic() > deadline:
