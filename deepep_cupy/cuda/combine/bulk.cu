@@ -69,6 +69,13 @@ DEVICE u32 unit_bytes(const CombineCommon& d, const Unit& unit) {
     return rest < kCombinePieceBytes ? rest : kCombinePieceBytes;
 }
 
+// The piece of a token's row whose warp adds up the token's weights. Where a turn is a whole number
+// of rows each warp stays at one piece; so that not the warps of one piece fetch all weights, they
+// take turns.
+DEVICE u32 weights_piece(const UnitSteps& steps, u32 token) {
+    return steps.piece_step == 0u ? token / steps.token_step % steps.pieces : 0u;
+}
+
 // ---- loads ----
 
 // Starts the loads of a unit: lane r the one from rank r. All lanes call it.
@@ -209,7 +216,7 @@ struct AddUnits {
         for (u32 set = 0; unit.token < d.num_tokens; set ^= 1u) {
             // The row numbers of the unit after next arrive while this one is being added.
             Unit later = unit_after(d, steps, next);
-            if (d.has_weights != 0u && unit.piece == 0) {
+            if (d.has_weights != 0u && unit.piece == weights_piece(steps, unit.token)) {
                 combine_weights(c, s.comm, d, unit.token, unit.row);
             }
             if (!add_unit<Number>(c, d, s, unit, set, phases)) return;
