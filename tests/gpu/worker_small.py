@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 from common import RoundTrip, Worker, settle, small_case
 from refusals import bad_values
+
+from deepep_cupy import Buffer
+from deepep_cupy.reference import get_dispatch_layout
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
             RoundTrip(worker, case).round(buffer)
             worker.say(case.id)
         trip = RoundTrip(worker, small_case(worker, num_tokens=(20,) * worker.size))
+        count_layout(worker, buffer, trip)
         refused = 0
         for what, _, call in bad_values(worker, buffer, trip):
             seen = settle(worker, buffer, call)
@@ -42,6 +47,19 @@ def main() -> None:
         buffer.check()
         path = getattr(buffer._engine, "path", "host")
     worker.done(f"{len(cases)} cases, {refused} refusals, 3 barriers on the path {path}")
+
+
+def count_layout(worker: Worker, buffer: Buffer, trip: RoundTrip) -> None:
+    """The counts before a dispatch are those of the reference, also with choices of nothing."""
+    experts = trip.case.num_experts
+    for dtype in (np.int64, np.int32):
+        idx = trip.want.inputs[worker.rank].topk_idx.astype(dtype)
+        idx[0] = -1
+        want = get_dispatch_layout(idx, experts, worker.size)
+        got = buffer.get_dispatch_layout(worker.up(idx), experts)
+        for name in ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"):
+            found = worker.down(getattr(got, name))
+            assert np.array_equal(found, getattr(want, name)), f"{name}: {found}"
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ class Rank:
         """Bytes that kernels write; their address."""
         return self.machine.address(0, self.region, self._take(nbytes, use, shift))
 
+    def zeros(self, length):
+        """Counters of four bytes that kernels add to; their address."""
+        offset = self._take(4 * length, Use.SCRATCH)
+        self.machine.write(0, OP, self.region, offset, bytes(4 * length))
+        return self.machine.address(0, self.region, offset)
+
     def launch(self, kernel, grid=None, **fields):
         """A kernel with the product's own struct."""
         spec = get_kernel(kernel)

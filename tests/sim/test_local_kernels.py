@@ -10,7 +10,7 @@ import pytest
 from deepep_cupy.engines.gpu.grid import access_bytes
 from deepep_cupy.jit.source import flatten
 from deepep_cupy.protocol.headers import dtype_code
-from deepep_cupy.reference import quantize
+from deepep_cupy.reference import get_dispatch_layout, quantize
 from deepep_cupy.reference.combine import sum_copies
 from local_ranks import Rank, Received, same_bits
 from simulator.build import SIM
@@ -291,3 +291,39 @@ def test_sums_of_copies(name, topk, local, worst):
     rank.run()
     same_bits("sums", got[0]()[real], want[real])
     same_bits("weights", got[1]()[real], carried[real])
+
+
+# ----------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize("index", [np.int64, np.int32])
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(1, 1, 1), (70, 3, 5), (33, 11, 40)])
+def test_layout(tokens, topk, experts, index):
+    rng = np.random.default_rng(tokens)
+    idx = rng.integers(-1, experts + 1, (tokens, topk)).astype(index)  # one beyond: none, too
+    idx[0] = -7 if topk > 1 else 0
+    want = get_dispatch_layout(np.where(idx < experts, idx, -1), experts, 1)
+    rank = Rank(seed=tokens, grid=2, byte_wise=True)
+    counts = [rank.zeros(length) for length in (1, experts)]
+    mask = rank.space(tokens)
+    rank.launch(
+        "layout",
+        topk_idx=rank.put(idx),
+        is_token_in_rank=mask,
+        rank_counts=counts[0],
+        expert_counts=counts[1],
+        num_tokens=tokens,
+        num_topk=topk,
+        index_bytes=idx.itemsize,
+        num_experts=experts,
+        experts_per_rank=experts,
+    )
+    got = [
+        rank.get(counts[0], (1, 1), np.int32),
+        rank.get(counts[1], (experts, 1), np.int32),
+        rank.get(mask, (tokens, 1), np.bool_),
+    ]
+    rank.run()
+    same_bits("tokens of ranks", got[0](), want.num_tokens_per_rank[:, None])
+    same_bits("choices of experts", got[1](), want.num_tokens_per_expert[:, None])
+    same_bits("mask", got[2](), want.is_token_in_rank)

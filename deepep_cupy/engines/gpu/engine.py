@@ -25,6 +25,7 @@ from deepep_cupy.engines.gpu.failures import FailureMonitor, Report
 from deepep_cupy.engines.gpu.grid import GridPlan
 from deepep_cupy.engines.gpu.kernels import KERNELS, shape_constants
 from deepep_cupy.engines.gpu.launch import Kernels
+from deepep_cupy.engines.gpu.layout import count_layout
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.engines.gpu.operation import GpuEvent
 from deepep_cupy.engines.gpu.runtime import Runtime
@@ -183,18 +184,11 @@ class CudaEngine:
         self, topk_idx: Any, num_experts: int, kept: tuple[object, ...] = ()
     ) -> DispatchLayout:
         """See ``Engine.get_dispatch_layout``."""
-        cupy, ranks = self._cupy, self._spec.num_ranks
         with self._device:
-            valid = (topk_idx >= 0) & (topk_idx < num_experts)
-            owner = cupy.where(valid, topk_idx // (num_experts // ranks), -1)
-            mask = (owner[:, :, None] == cupy.arange(ranks)[None, None, :]).any(axis=1)
-            chosen = cupy.where(valid, topk_idx, num_experts).ravel()
-            counts = cupy.bincount(chosen, minlength=num_experts + 1)[:num_experts]
+            found = count_layout(self._runtime, topk_idx, num_experts)
             if kept:
                 self._runtime.queue.keep(kept)
-            return DispatchLayout(
-                mask.sum(axis=0, dtype=cupy.int32), counts.astype(cupy.int32), mask
-            )
+            return found
 
     def check(self) -> None:
         """See ``Engine.check``."""

@@ -10,6 +10,7 @@ from deepep_cupy.engines.gpu.combine import COMBINE, COMBINE_EXPANDED, REDUCE, S
 from deepep_cupy.engines.gpu.dispatch import COLUMNS, DISPATCH, DISPATCH_CAST
 from deepep_cupy.engines.gpu.expand import COPY, EXPAND
 from deepep_cupy.engines.gpu.launch import COMM
+from deepep_cupy.engines.gpu.layout import LAYOUT
 from deepep_cupy.engines.gpu.quantize import QUANTIZE
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jit.build import Request, build, open_cache
@@ -146,6 +147,13 @@ KERNELS: tuple[KernelSpec, ...] = (
         entry="columns",
         params=(Param("d", COLUMNS),),
         doc="received scales to column-major order",
+    ),
+    KernelSpec(
+        name="layout",
+        source="dispatch/layout.cu",
+        entry="layout",
+        params=(Param("d", LAYOUT),),
+        doc="how many tokens go to each rank and expert, and which; before a dispatch",
     ),
 )
 """What a Buffer builds and launches, in the order ``kernels list`` prints them."""
