@@ -51,6 +51,9 @@ STAGE = Struct(
 )
 
 
+_REDUCED_AT_ONCE = 1536
+"""Bytes of a row that a warp of ``reduce_copies`` adds up at once."""
+
 REDUCE = Struct(
     "ReduceCommon",
     (
@@ -177,7 +180,9 @@ def _per_rank(
     if weights is not None:
         carried = op.stage(4 * tokens * topk, "weights of combine()").offset
     if tokens:
-        launch = runtime.kernels.local("reduce_copies", local_blocks(runtime.grids, tokens))
+        pieces = max(1, -(-row_bytes // _REDUCED_AT_ONCE))
+        blocks = local_blocks(runtime.grids, tokens * pieces)
+        launch = runtime.kernels.local("reduce_copies", blocks)
         launch.operation(
             x.data.ptr,
             base + sums,
