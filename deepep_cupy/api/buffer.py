@@ -397,7 +397,8 @@ class Buffer:
                 Until then the arguments must not be overwritten, nor the results read.
             allocate_on_comm_stream: Results belong to the communication stream; with
                 ``previous_event`` and ``async_finish``.
-            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory.
+            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory; in a
+                graph they stay in the pool.
             dtype: Take the bytes of ``x`` for items of this dtype, of as many bytes: for FP8 rows
                 from a library without FP8, as uint8. ``recv_x`` has it too.
             scales_layout: Received scales are C-ordered (``"row"``) or Fortran-ordered

@@ -158,7 +158,11 @@ def test_combine(wait, in_pool):
     def work(rank):
         me = rank.spec.rank
         got = rank.dispatch(dispatch_call(up(xs[me]), topk_idx=up(idx[me]), num_worst_tokens=wait))
-        y = up(ys[me])
+        y, weights_back = up(ys[me]), up(back_weights[me])
+        if in_pool == "at an odd address":
+            words = rank.runtime.arrays.empty((weights_back.size + 1,), dtype, d.current_stream())
+            weights_back = words[1:].reshape(weights_back.shape)
+            weights_back[...] = back_weights[me]
         if in_pool:
             skip = 0 if in_pool is True else 1  # elements: peers find rows at multiples of 16 bytes
             whole = rank.runtime.arrays.empty((y.size + skip,), y.dtype, d.current_stream())
@@ -166,7 +170,7 @@ def test_combine(wait, in_pool):
             y[...] = ys[me]
             d.device().tracker.touch(d.current_stream(), "rows", (y.data.ptr, y.nbytes, True))
         out = d.empty((len(xs[me]), 256), dtype)
-        call = combine_call(y, got.routing, up(back_weights[me]), (up(biases[me][0]),), out=out)
+        call = combine_call(y, got.routing, weights_back, (up(biases[me][0]),), out=out)
         done = rank.combine(call)
         assert done.combined_x is out
         same(out, back[me].combined_x, "combined_x")

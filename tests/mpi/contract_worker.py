@@ -609,17 +609,6 @@ def life(comm):
 
 
 @scenario
-def errors_of_mpi_are_returned(comm):
-    """Whatever the caller's communicator does with them: ranks must hear of a broken link."""
-    theirs = comm.Dup()
-    theirs.Set_errhandler(MPI.ERRORS_ARE_FATAL)
-    group = MPIGroup(theirs)
-    assert group._comm.Get_errhandler() == MPI.ERRORS_RETURN
-    group.free()
-    theirs.Free()
-
-
-@scenario
 def auto_says_why(comm):
     with make(comm, engine="auto") as buffer:
         if comm.rank == 0:

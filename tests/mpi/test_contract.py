@@ -55,6 +55,23 @@ def test_ranks_of_a_wrong_mpirun_are_refused():
     assert "the mpirun beside this Python" in child.stderr
 
 
+def test_errors_of_mpi_are_returned_whatever_mpi4py_is_told():
+    """Ranks must hear of a broken link; by default mpi4py sees to that itself."""
+    code = (
+        "import mpi4py; mpi4py.rc.errors = 'fatal'\n"
+        "from mpi4py import MPI\n"
+        "from deepep_cupy.ranks.mpi import MPIGroup\n"
+        "group = MPIGroup(MPI.COMM_SELF)\n"
+        "assert group._comm.Get_errhandler() == MPI.ERRORS_RETURN\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=60,
+        env=env.child_environment({}, WORKER.parents[2]),
+    )
+
+
 def test_one_rank_needs_no_mpirun():
     child = subprocess.run(
         [sys.executable, str(WORKER)],
