@@ -351,6 +351,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
         *,
         own: bool = False,
+        dest: Any = None,
         dtype: Any = None,
         scales_layout: Literal["row", "column"] = "row",
         quantize: Literal["fp8_e4m3"] | None = None,
@@ -369,8 +370,8 @@ class Buffer:
         wrong.  Host sync: yes, for the counts; no with ``num_worst_tokens``,
         ``do_cpu_sync=False`` or ``handle``.
 
-        Exactly one of ``topk_idx``, ``is_token_in_rank`` and ``handle`` decides where the rows
-        go; the counts that DeepEP needs beside them are checked for their shape and not
+        Exactly one of ``topk_idx``, ``is_token_in_rank``, ``dest`` and ``handle`` decides where
+        the rows go; the counts that DeepEP needs beside them are checked for their shape and not
         used. Rows are moved as bytes and arrive exactly as they are.
 
         Args:
@@ -399,6 +400,9 @@ class Buffer:
                 ``previous_event`` and ``async_finish``.
             own: On GPUs, copy the results out of the Buffer's pool into ordinary memory; in a
                 graph they stay in the pool.
+            dest: Instead of the above, the ranks each row goes to, once each: ``[T]`` or ``[T, n]``
+                int64 or int32; -1: nowhere. No experts are needed then: ``num_topk=0``. Its values
+                are checked, for which the host waits for the current stream on GPUs.
             dtype: Take the bytes of ``x`` for items of this dtype, of as many bytes: for FP8 rows
                 from a library without FP8, as uint8. ``recv_x`` has it too.
             scales_layout: Received scales are C-ordered (``"row"``) or Fortran-ordered
@@ -469,6 +473,7 @@ class Buffer:
                 do_zero_padding,
                 tag,
             ),
+            dest,
         )
         done, signature = self._life.operate("dispatch", _DISPATCH, self._dispatch, given)
         if handle is None:

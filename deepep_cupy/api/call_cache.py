@@ -44,6 +44,8 @@ def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int
     """The key of a dispatch's plan; None: only the checks can tell what this call is."""
     x, scales, handle, options = given.x, None, given.handle, given.options
     topk_idx, weights = given.topk_idx, given.topk_weights
+    if given.dest is not None:  # its values are looked at
+        return None
     if type(x) is tuple:
         if len(x) != 2 or x[1] is None:
             return None

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from deepep_cupy.api import advice
+from deepep_cupy.api import advice, routes
 from deepep_cupy.api.config import Config
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
@@ -64,7 +64,6 @@ _REDUCES: tuple[Reduce, ...] = ("exact", "per_rank", "per_node")
 _INT32 = (np.dtype(np.int32),)
 _INDEX = (np.dtype(np.int64), np.dtype(np.int32))
 _FLOAT32 = (np.dtype(np.float32),)
-_BOOL = (np.dtype(np.bool_),)
 
 
 class Checker:
@@ -271,19 +270,22 @@ class Checker:
             limit = spec.num_max_tokens_per_rank
             raise ContractError(describe_refusal("dispatch", spec.rank, refusal, limit), refusal)
         known = None if given.handle is None else self.handle("dispatch", given.handle)
-        self._layout_arrays(given, num_tokens)
+        routes.check_companions(self, spec, given, num_tokens)
         topk_idx = mask = handle = made = None
         if known is not None:
             handle = self._cached(known, given, num_tokens)
             signature = handle.signature
         elif given.topk_idx is not None:
-            topk_idx = self._choices(given.topk_idx, num_tokens)
+            topk_idx = routes.choices(self, spec, given.topk_idx, num_tokens)
             signature = made = self.signature(num_tokens, topk_idx.shape[1], Layout.TOPK)
+        elif given.dest is not None:
+            mask = routes.mask_of_ranks(self, spec, given.dest, num_tokens)
+            signature = made = self.signature(num_tokens, 0, Layout.MASK)
         elif given.is_token_in_rank is not None:
             mask = self.take("dispatch", "is_token_in_rank", given.is_token_in_rank)
             signature = made = self.signature(num_tokens, 0, Layout.MASK)
         else:
-            self._wrong("", "needs one of topk_idx, is_token_in_rank or handle, got none")
+            self._wrong("", "needs one of topk_idx, is_token_in_rank, dest or handle, got none")
         weights = None
         if given.topk_weights is not None:
             shape = {"num_tokens": num_tokens, "num_topk": signature.num_topk}
@@ -402,35 +404,6 @@ class Checker:
                 f"{handle.num_tokens}, got {num_tokens}",
             )
         return handle
-
-    def _layout_arrays(self, given: DispatchArguments, num_tokens: int) -> None:
-        """Check shapes and dtypes of the counts that DeepEP needs and this package does not."""
-        spec = self._spec
-        ranks = spec.num_ranks
-        wanted: dict[str, tuple[_Shape, _Dtypes]] = {
-            "is_token_in_rank": ({"num_tokens": num_tokens, "num_ranks": ranks}, _BOOL),
-            "num_tokens_per_rank": ({"num_ranks": ranks}, _INT32),
-            "num_tokens_per_rdma_rank": ({"num_nodes": spec.num_nodes}, _INT32),
-            "num_tokens_per_expert": ({"num_experts": spec.num_experts}, _INT32),
-        }
-        for argument, (shape, dtypes) in wanted.items():
-            value = getattr(given, argument)
-            if value is not None:
-                self.array("dispatch", argument, value, shape, dtypes)
-
-    def _choices(self, value: object, num_tokens: int) -> Any:
-        topk_idx, spec = self.take("dispatch", "topk_idx", value), self._spec
-        if spec.num_experts is None:
-            self._wrong("topk_idx", "needs num_experts in the Buffer's constructor")
-        shape = {"num_tokens": num_tokens, "num_topk": None}
-        self.expect("dispatch", "topk_idx", topk_idx, shape, _INDEX)
-        if not 1 <= topk_idx.shape[1] <= spec.num_topk:
-            self._wrong(
-                "topk_idx",
-                f"must have 1 to num_topk = {spec.num_topk} columns, as the Buffer's constructor "
-                f"was told, got {topk_idx.shape[1]}",
-            )
-        return topk_idx
 
     def _alignment(self, options: DispatchOptions, handle: DispatchHandle | None) -> int:
         most = self._spec.max_alignment

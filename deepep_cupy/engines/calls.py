@@ -258,6 +258,7 @@ class DispatchArguments(NamedTuple):
     cumulative_local_expert_recv_stats: Any = None
     previous_event: Any = None
     options: DispatchOptions = DispatchOptions()
+    dest: Any = None
 
 
 class CombineOptions(NamedTuple):

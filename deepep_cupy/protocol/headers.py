@@ -205,6 +205,7 @@ ARGUMENTS = (
     "row_weights",
     "dtype",
     "tag",
+    "dest",
 )
 """``refusal_value`` of ``RefusalCode.ARGUMENT``: which argument, 0 where it is none alone."""
 

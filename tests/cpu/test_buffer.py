@@ -147,7 +147,10 @@ def test_a_pool_that_headers_cannot_address_is_refused_before_it_is_made():
 
 
 def test_settings_and_events_check_what_they_are_given():
-    for wrong in (0, True, 1.0, "20", 1 << 40, None):
+    assert deepep_cupy.Config().num_sms is None
+    with pytest.raises(ContractError, match=r"^Config\(\): argument 'num_max_nvl_chunked_send"):
+        deepep_cupy.Config(num_max_nvl_chunked_send_tokens=None)
+    for wrong in (0, True, 1.0, "20", 1 << 40):
         with pytest.raises(ContractError, match=r"^Config\(\): argument 'num_sms' must be a whole"):
             deepep_cupy.Config(num_sms=wrong)
         for name in ("get_dispatch_config", "get_combine_config"):

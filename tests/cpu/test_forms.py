@@ -286,8 +286,22 @@ def test_a_known_call_is_judged_as_a_new_one(operation, seed):
 
 def test_every_argument_is_tried():
     dispatch = {*DispatchArguments._fields, *DispatchOptions._fields} - {"options"}
-    assert set(DISPATCH) | {"num_tokens_per_rdma_rank"} == dispatch
+    assert set(DISPATCH) | {"num_tokens_per_rdma_rank", "dest"} == dispatch
     assert set(COMBINE) == {*CombineArguments._fields, *CombineOptions._fields} - {"options"}
+
+
+def test_values_of_dest_are_looked_at_in_every_call():
+    made, x = cache(array_key), zeros(4, H, dtype=np.float16)
+    dest = np.array([1, 0, -1, 1], np.int32)
+    for _ in range(2):
+        call, signature = made.dispatch(DispatchArguments(x, dest=dest))
+        assert call.is_token_in_rank.tolist() == [[0, 1], [1, 0], [0, 0], [0, 1]]
+        assert (signature.num_topk, signature.layout.name) == (0, "MASK")
+        assert any(kept is call.is_token_in_rank for _, kept in call.kept)
+    for wrong in (R, -2):
+        dest[2] = wrong
+        with pytest.raises(ContractError, match=r"argument 'dest' must have ranks 0 to 1, or -1"):
+            made.dispatch(DispatchArguments(x, dest=dest))
 
 
 def test_a_call_carries_what_the_engine_did_not_take_as_it_is():

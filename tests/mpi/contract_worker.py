@@ -617,6 +617,33 @@ def auto_says_why(comm):
             works(comm, buffer)
 
 
+@scenario
+def destinations(comm):
+    """``dest=`` is a mask of ranks in other words; a wrong one is refused on every rank."""
+    rng = np.random.default_rng([5, comm.rank])
+    x = rng.random((20, H)).astype(np.float32)
+    many = rng.integers(-1, comm.size, (20, 3), dtype=np.int32)
+    mask = np.array([[rank in row for rank in range(comm.size)] for row in many])
+    with make(comm, num_topk=0, num_experts=None) as buffer:
+        got, want = buffer.dispatch(x, dest=many), buffer.dispatch(x, is_token_in_rank=mask)
+        assert_same_bits("dest", got.recv_x, want.recv_x)
+        assert np.array_equal(got.handle.recv_src_idx, want.handle.recv_src_idx)
+        one = np.full(20, comm.size - 1)
+        recv = buffer.dispatch(x, dest=one)
+        assert len(recv.recv_x) == (20 * comm.size if comm.rank == comm.size - 1 else 0)
+        assert_same_bits("way back", buffer.combine(recv.recv_x, recv.handle).combined_x, x)
+        assert len(buffer.dispatch(x[:0], dest=one[:0]).recv_x) == 0
+        wrong = one.copy()
+        if comm.rank == comm.size - 1:
+            wrong[3] = comm.size
+        with pytest.raises(ContractError, match="argument 'dest'"):
+            buffer.dispatch(x, dest=wrong)
+        with pytest.raises(ContractError, match="must not be given together with is_token_in_rank"):
+            buffer.dispatch(x, dest=one, is_token_in_rank=mask)
+        with pytest.raises(ContractError, match="argument 'dest' must"):
+            buffer.dispatch(x, dest=one.astype(np.float32))
+
+
 def main():
     comm = MPI.COMM_WORLD
     for name in sys.argv[1:] or SCENARIOS:
