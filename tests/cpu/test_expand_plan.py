@@ -39,6 +39,15 @@ def test_usual_sizes_use_all_slices():
     assert num_slices(128, 32) == 8
 
 
+def test_small_batches_have_a_token_a_block():
+    plan = GridPlan(132, 1, None)
+    assert [plan.dispatch(n) for n in (0, 1, 8, 9, 20, 4096)] == [1, 1, 1, 9, 20, 21]
+    assert [plan.dispatch(n, counts=False) for n in (0, 1, 8, 4096)] == [1, 1, 8, 21]
+    assert [plan.combine(n) for n in (0, 1, 3, 20, 4096)] == [1, 1, 3, 20, 21]
+    assert GridPlan(132, 8, wanted=64).dispatch(12) == 12
+    assert GridPlan(132, 8, wanted=64).combine(4096) == 16
+
+
 def test_few_blocks_leave_the_cast_to_a_kernel_of_its_own():
     assert GridPlan(132, 1, None).casts_on_the_way(4096)  # 21 blocks
     assert not GridPlan(132, 1, wanted=8).casts_on_the_way(4096)

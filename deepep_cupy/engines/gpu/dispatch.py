@@ -458,7 +458,8 @@ class Dispatcher:
         if scales is None and ready.cast is not None:  # with scales, quantize() has cast already
             name, cast = "dispatch_cast_bulk", ready.cast
         try:
-            launch = runtime.kernels.get(name, ready.grids.dispatch(tokens), _DISPATCH)
+            grid = ready.grids.dispatch(tokens, counts=call.routing is None)
+            launch = runtime.kernels.get(name, grid, _DISPATCH)
             launch.operation(
                 source,
                 0 if topk_idx is None else topk_idx.data.ptr,
