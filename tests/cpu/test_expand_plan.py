@@ -49,7 +49,15 @@ def test_small_batches_have_a_token_a_block():
 
 
 def test_few_blocks_leave_the_cast_to_a_kernel_of_its_own():
-    assert GridPlan(132, 1, None).casts_on_the_way(4096)  # 21 blocks
-    assert not GridPlan(132, 1, wanted=8).casts_on_the_way(4096)
-    assert GridPlan(132, 1, wanted=8).casts_on_the_way(1)
-    assert GridPlan(132, 1, wanted=8).casts_on_the_way(0)
+    assert GridPlan(132, 1, None).casts_on_the_way(4096, 2)  # 21 blocks
+    assert not GridPlan(132, 1, wanted=8).casts_on_the_way(4096, 2)
+    assert not GridPlan(132, 1, wanted=10).casts_on_the_way(4096, 2)
+    assert GridPlan(132, 1, wanted=11).casts_on_the_way(4096, 2)
+    assert GridPlan(132, 1, wanted=8).casts_on_the_way(1, 2)
+    assert GridPlan(132, 1, wanted=8).casts_on_the_way(0, 2)
+
+
+def test_many_blocks_cast_on_the_way_whatever_the_number_of_tokens():
+    assert GridPlan(132, 1, None).casts_on_the_way(1 << 20, 2)
+    assert GridPlan(132, 1, None).casts_on_the_way(4096, 1)
+    assert not GridPlan(132, 1, None).casts_on_the_way(1 << 20, 1)  # nothing goes over a link

@@ -207,9 +207,9 @@ class _Prepared:
     grids: GridPlan
 
 
-def _casts_on_the_way(call: DispatchCall, ready: _Prepared) -> bool:
+def _casts_on_the_way(call: DispatchCall, ready: _Prepared, num_ranks: int) -> bool:
     fits = ready.cast is not None and call.x.data.ptr % 16 == 0
-    return fits and ready.grids.casts_on_the_way(len(call.x))
+    return fits and ready.grids.casts_on_the_way(len(call.x), num_ranks)
 
 
 class Dispatcher:
@@ -224,7 +224,7 @@ class Dispatcher:
         runtime = self._runtime
         with runtime.operation(call) as op:
             ready: _Prepared = call.plan.prepared or self._prepare(call)
-            if call.plan.quantize is not None and not _casts_on_the_way(call, ready):
+            if call.plan.quantize is not None and not _casts_on_the_way(call, ready, self._ranks):
                 if not op.plain:
                     op.keep(call)
                 op.call = call = quantize(runtime, call, op)

@@ -14,10 +14,14 @@ DEFAULT_SHARE = 0.16
 COUNTED_BY_ONE_BLOCK = 8
 """So few tokens are counted sooner by one block than by blocks that wait for each other's counts:
 8 tokens on one H200 took 11.0 µs with one block and 13.6 with eight."""
-CAST_TOKENS_PER_BLOCK = 384
-"""More tokens for each block of a dispatch, and rows are cast by a kernel of its own on all SMs
+CAST_BLOCKS = 11
+"""Fewer blocks of a dispatch of many tokens, and rows are cast by a kernel of its own on all SMs
 before: 4096 tokens of 7168 bfloat16 on two H200 took 214 µs with the cast on the way and 192 µs
-with it before at 8 SMs, 120 and 133 µs at 16."""
+with it before at 8 SMs, 120 and 133 µs at 16. With 21 and 24 SMs the cast belongs on the way,
+whatever the number of tokens."""
+CAST_TOKENS_PER_BLOCK = 384
+"""So few tokens for each block are cast on the way in any case. One rank alone, which sends nothing
+over a link, casts more of them before: 8192 tokens took 123 µs so, and 139 on the way."""
 _WARPS_PER_BLOCK = 4
 """Fewer warps with work for each block, and fewer blocks do as well."""
 _TOKENS_PER_SLICE = 16
@@ -58,9 +62,11 @@ class GridPlan:
             return 1
         return max(1, min(self.most, num_tokens))
 
-    def casts_on_the_way(self, num_tokens: int) -> bool:
+    def casts_on_the_way(self, num_tokens: int, num_ranks: int) -> bool:
         """Whether a dispatch that casts should do it in the kernel that sends the rows."""
-        return num_tokens <= CAST_TOKENS_PER_BLOCK * self.dispatch(num_tokens)
+        blocks = self.dispatch(num_tokens)
+        many = num_ranks > 1 and blocks >= CAST_BLOCKS
+        return many or num_tokens <= CAST_TOKENS_PER_BLOCK * blocks
 
     def combine(self, num_tokens: int) -> int:
         """Blocks of a combine of ``num_tokens``."""
