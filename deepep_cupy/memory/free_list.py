@@ -95,8 +95,7 @@ class FreeList:
         low = high = -1
         for segment in self._segments:
             if not usable(segment):
-                high = -1
-                continue
+                continue  # the next one does not begin where the last usable one ended
             if segment.offset != high:
                 low = segment.offset
             high = segment.end
@@ -109,7 +108,6 @@ class FreeList:
         low = high = -1
         for segment in reversed(self._segments):
             if not usable(segment):
-                low = -1
                 continue
             if segment.end != low:
                 high = segment.end

@@ -378,6 +378,13 @@ def test_a_captured_stream_makes_a_block_the_graphs(pool, events):
     pool.alloc(40 * MIB, "main")
 
 
+def test_a_released_capture_leaves_live_blocks_of_another_one_alone(pool, events):
+    events.captures.update(g=3, h=5)
+    mine, other = pool.alloc(MIB, "g"), pool.alloc(MIB, "h")
+    pool.release_captured(3)
+    assert (mine.capture, other.capture) == (0, 5)
+
+
 def test_a_free_block_is_left_alone_while_its_stream_is_captured(pool, events):
     pool.free(pool.alloc(60 * MIB, "a"))
     events.captures["a"] = 1
