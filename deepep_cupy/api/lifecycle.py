@@ -9,7 +9,13 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from deepep_cupy.engines.protocol import Engine
-from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
+from deepep_cupy.errors import (
+    ContractError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    StateError,
+    described,
+)
 from deepep_cupy.protocol.headers import Kind
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
@@ -252,16 +258,16 @@ class Lifecycle:
             self._poison()
             raise
         except LinkError as error:
-            self._engine.abort(f"the link to another rank broke in {name}(): {error}")
             self._poison()
+            self._engine.abort(f"the link to another rank broke in {name}(): {error}")
             raise PeerAbortedError(
                 f"{name}(): the link from rank {self._spec.rank} to another rank broke: {error}; "
                 f"that rank has probably died; end the program."
             ) from error
         except BaseException as error:
             # This rank's half of the operation is missing: the others must not wait for it.
-            self._engine.abort(f"{type(error).__name__} in {name}(): {error}")
             self._poison()
+            self._engine.abort(described(error).replace(": ", f" in {name}(): ", 1))
             raise
 
     def _poison(self) -> None:
@@ -271,7 +277,7 @@ class Lifecycle:
 
     def _abandon(self, error: BaseException) -> None:
         """Tell the other ranks that this one is gone for ever; free what can be freed alone."""
-        text = f"{type(error).__name__}: {error}"
+        text = described(error)
         cause = self._board.find() or Abort(AbortReason.ERROR, self._spec.rank, (), text)
         self._board.abort(cause, RankState.LEFT)
         self._engine.close(collective=False)

@@ -129,7 +129,7 @@ class AbortBoard:
 
     def abort(self, abort: Abort, state: RankState = RankState.ABORTED) -> None:
         """Write this rank's line: it gives up (``ABORTED``), or is gone for ever (``LEFT``)."""
-        text = abort.text.encode()[: _TEXT_BYTES - 1]
+        text = abort.text.encode(errors="replace")[: _TEXT_BYTES - 1]
         self._text[self._rank] = 0
         self._text[self._rank, : len(text)] = np.frombuffer(text, np.uint8)
         line = self._lines[self._rank]

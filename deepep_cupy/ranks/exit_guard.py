@@ -14,13 +14,14 @@ An error that all ranks raise is printed once, by the rank at fault: the others 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import sys
 import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from deepep_cupy.errors import DeepEPCupyError
+from deepep_cupy.errors import DeepEPCupyError, described
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.group import Group
 
@@ -92,32 +93,47 @@ def _at_exit() -> None:
     fatal = [guard for guard in _guards if guard.group.size > 1 and (guard.doomed or uncaught)]
     if not fatal:
         if uncaught and _groups and _groups[0].world_size > 1:
-            time.sleep(_GRACE_S)
-            _flush()
-            _groups[0].abort(1)
+            try:
+                time.sleep(_GRACE_S)
+                _flush()
+            finally:
+                _groups[0].abort(1)
         elif _guards and not uncaught and _guards[0].group.rank == 0:
-            sys.stderr.write(
-                "deepep_cupy: a Buffer was not closed at the end of the program; write "
-                "'with Buffer(...)', or close() on all ranks.\n"
-            )
+            with contextlib.suppress(Exception):
+                sys.stderr.write(
+                    "deepep_cupy: a Buffer was not closed at the end of the program; write "
+                    "'with Buffer(...)', or close() on all ranks.\n"
+                )
         return
-    _flush()
     first = fatal[0]
+    try:
+        _flush()
+        _tell(fatal)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and not first.board.all_exiting():
+            time.sleep(0.005)
+    finally:  # whatever fails above, the others must not wait for this process
+        first.group.abort(first.code)
+
+
+def _tell(fatal: list[ExitGuard]) -> None:
+    """Write to the boards of these Buffers that this process ends, and why."""
     error = getattr(sys, "last_value", None)
-    text = "it ends" if error is None else f"{type(error).__name__}: {error}"
+    text = "it ends" if error is None else described(error)
     for guard in fatal:
-        if guard.board.find() is None:  # others in a call can still say why they end
-            reason = AbortReason.ERROR
-            guard.board.abort(Abort(reason, guard.group.rank, (), text), RankState.LEFT)
-        guard.board.exiting()
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and not first.board.all_exiting():
-        time.sleep(0.005)
-    first.group.abort(first.code)
+        try:
+            if guard.board.find() is None:  # others in a call can still say why they end
+                reason = AbortReason.ERROR
+                guard.board.abort(Abort(reason, guard.group.rank, (), text), RankState.LEFT)
+        finally:
+            guard.board.exiting()
 
 
 def _flush() -> None:
-    logging.shutdown()
+    """Write out what is still held back, as far as there is somewhere to write to."""
+    with contextlib.suppress(Exception):
+        logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+        with contextlib.suppress(Exception):  # a full disk, a reader that has gone, a stream closed
+            if stream is not None:
+                stream.flush()

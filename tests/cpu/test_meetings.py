@@ -99,6 +99,95 @@ def test_a_process_that_ends_says_so_before_it_waits_for_the_others(monkeypatch)
     assert guards[1].board.array[0, abort_board._EXITING] == 0
 
 
+class Unwritable:
+    """A stream whose disk is full, or whose reader has gone."""
+
+    closed = False
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+class UnshownError(Exception):
+    def __str__(self):
+        raise RuntimeError("an exception whose text cannot be made")
+
+
+ERRORS = [UnshownError(), OSError("bad path \udcff"), RuntimeError("a wrong batch")]
+"""What can end a program, worst first."""
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_nothing_on_the_way_out_keeps_the_others_waiting(error, monkeypatch):
+    """The board is written and the program ended, whatever streams and texts do."""
+    group = Group()
+    board = AbortBoard(group)
+    monkeypatch.setattr(exit_guard, "_guards", [ExitGuard(group, board)])
+    monkeypatch.setattr(exit_guard, "_GRACE_S", 0.01)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Unwritable())
+    monkeypatch.setattr(exit_guard.logging, "shutdown", Unwritable().flush)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    exit_guard._at_exit()
+    assert group.codes == [1]
+    assert board.find(RankState.LEFT).text.startswith(type(error).__name__)
+
+
+def test_a_board_that_cannot_be_written_does_not_stop_the_end(monkeypatch):
+    group = Group()
+    monkeypatch.setattr(exit_guard, "_guards", [ExitGuard(group, None, doomed=True)])
+    monkeypatch.setattr(exit_guard, "_flush", lambda: None)
+    with pytest.raises(AttributeError):
+        exit_guard._at_exit()
+    assert group.codes == [1]
+
+
+def test_a_program_without_open_buffers_ends_though_nothing_can_be_written(monkeypatch):
+    group = Group()
+    monkeypatch.setattr(exit_guard, "_guards", [])
+    monkeypatch.setattr(exit_guard, "_groups", [group])
+    monkeypatch.setattr(exit_guard, "_GRACE_S", 0.01)
+    monkeypatch.setattr(sys, "stdout", Unwritable())
+    monkeypatch.setattr(sys, "last_value", RuntimeError("x"), raising=False)
+    exit_guard._at_exit()
+    assert group.codes == [1]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_any_text_poisons_and_is_told(error):
+    done = []
+    engine = SimpleNamespace(name="host", abort=done.append)
+    life = Lifecycle(SPEC, None, None, ExitGuard(Group(), None), engine, CallLock())
+    with pytest.raises(type(error)), life.failures("dispatch"):
+        raise error
+    assert life.state is State.POISONED
+    assert done[0].startswith(type(error).__name__)
+
+
+def test_a_buffer_is_poisoned_before_the_others_are_told():
+    """Telling them may itself be interrupted."""
+    life = None
+
+    def abort(text):
+        assert life.state is State.POISONED
+        raise KeyboardInterrupt
+
+    engine = SimpleNamespace(name="host", abort=abort)
+    life = Lifecycle(SPEC, None, None, ExitGuard(Group(), None), engine, CallLock())
+    with pytest.raises(KeyboardInterrupt), life.failures("dispatch"):
+        raise OSError("a broken disk")
+    assert life.state is State.POISONED
+
+
+def test_a_board_takes_a_text_of_any_path():
+    board = AbortBoard(Group())
+    board.abort(Abort(AbortReason.ERROR, 0, (), "no file bad\udcff"))
+    assert board.find().text == "no file bad?"
+
+
 def test_a_reset_lets_the_process_end_in_an_orderly_way():
     guard = ExitGuard(Group(), None)
     done = []
