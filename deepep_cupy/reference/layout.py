@@ -279,8 +279,17 @@ def place(rows: Array, expanded_row: Array, out: Array) -> None:
         expanded_row: Of the handle.
         out: ``[num_rows, H]``, C-contiguous; rows that hold no copy are left as they are.
     """
+    if not rows.size:
+        return
+    source = np.full(len(out), -1, np.intp)
     token, column = np.nonzero(expanded_row >= 0)
-    out.view(np.uint8)[expanded_row[token, column]] = rows.view(np.uint8)[token]
+    source[expanded_row[token, column]] = token
+    item = np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
+    sent, placed = rows.view(item)[:, 0], out.view(item)[:, 0]
+    # Each run of rows without a gap is gathered straight into its place, with no array between.
+    edges = np.flatnonzero(np.diff(source >= 0, prepend=False, append=False))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        np.take(sent, source[begin:end], out=placed[begin:end], mode="clip")
 
 
 def place_weights(weights: Array, expanded_row: Array, out: Array) -> None:

@@ -1,5 +1,6 @@
 """No wait, scales and the expanded layout against loops that follow the contract word by word."""
 
+import tracemalloc
 from dataclasses import replace
 
 import ml_dtypes
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from deepep_cupy import reference
+from deepep_cupy.reference import layout
 from deepep_cupy.testing import compare, data
 
 SHAPES = [
@@ -365,3 +367,22 @@ def test_what_does_not_go_together_is_refused():
             [result.handle for result in expanded],
             row_weights=[np.ones((len(y), 1), np.float32) for y in more],
         )
+
+
+def test_rows_are_placed_with_no_array_between():
+    rng = np.random.default_rng(3)
+    tokens, columns, width = 64, 4, 4096
+    rows = rng.integers(0, 99, (tokens, width)).astype(np.int32)
+    table = rng.permutation(tokens * columns + 40)[: tokens * columns].astype(np.int32)
+    table = table.reshape(tokens, columns)
+    table[::5, 1] = -1  # rows of no copy stay as they are
+    want = np.full((tokens * columns + 40, width), -7, np.int32)
+    for token, column in np.argwhere(table >= 0):
+        want[table[token, column]] = rows[token]
+    out = np.full_like(want, -7)
+    tracemalloc.start()
+    layout.place(rows, table, out)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(out, want)
+    assert most < out.nbytes / 8
