@@ -33,3 +33,14 @@ def test_the_program_runs_on_numpy(num_ranks, tmp_path):
 def test_the_program_runs_on_cupy(num_ranks, tmp_path):
     run = run_snippet(tmp_path, num_ranks)
     assert "host engine" not in run.outputs[0], run
+
+
+def test_the_first_command_is_light_and_shows_what_the_example_prints():
+    text = README.read_text()
+    command = re.search(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    assert "pip install -q -e '.[mpich]' &&" in command
+    shown = re.search(r"^```text\n(deepep_cupy: .*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    run = run_ranks(README.parent / "examples" / "01_hello_roundtrip.py", 4, limit_s=60)
+    run.check()
+    lines = shown.splitlines()[2:]  # the lines before name the engine, and why
+    assert [line for line in run.outputs[0].splitlines() if line in lines] == lines
