@@ -47,6 +47,10 @@ class MPIRequest:
         self._data = data
         self._done = False
 
+    def begin(self, request: Any) -> None:
+        """Take what MPI has started for this buffer."""
+        self._request = request
+
     def test(self) -> bool:
         """See ``Request.test``."""
         if not self._done:
@@ -132,7 +136,10 @@ class MPIGroup:
         if message is None:
             return None
         scratch = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        return MPIRequest(self._start(message.Irecv, [scratch, MPI.BYTE]), scratch)
+        request = MPIRequest(MPI.REQUEST_NULL, scratch)
+        _kept.append(request)  # before the deed: an interrupt may come before the caller has it
+        request.begin(self._start(message.Irecv, [scratch, MPI.BYTE]))
+        return request
 
     def take_any(self, tag: int, nbytes: int) -> tuple[int, Bytes] | None:
         """See ``Group.take_any``."""

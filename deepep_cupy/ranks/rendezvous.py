@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,8 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self._serial = 0
         self._barrier: Request | None = None
+        self._exchanged: list[NDArray[Any]] = []
+        """What MPI may still read and write for an exchange."""
 
     def watch(self, operation: str, at_least: RankState = RankState.ABORTED) -> None:
         """Raise when a rank has given up.
@@ -171,6 +174,8 @@ class Rendezvous:
         everyone[group.rank] = words
         mine = words.astype(np.int64).view(np.uint8)
         pending: list[Pending] = []
+        # Before MPI learns of it: an interrupt may come before a request is noted.
+        self._exchanged += [everyone, mine]
         tag = _EXCHANGE_TAG + self._serial % _EXCHANGES
         try:
             for peer in range(group.size):
@@ -182,6 +187,7 @@ class Rendezvous:
         except BaseException:  # an interrupt too: MPI writes into what was posted
             group.keep([each.request for each in pending])
             raise
+        del self._exchanged[-2:]
         return everyone
 
     # ------------------------------------------------------------------------------- failures
@@ -202,6 +208,16 @@ class Rendezvous:
             f"{operation}(): rank {rank} waited {self.timeout_s:g} s in vain for {what}; "
             f"{_what_next(operation)}.",
             late,
+        )
+
+    def lose_for_ever(self, operation: str, text: str) -> PeerAbortedError:
+        """Write to the board that this rank can never meet the others again; return the error."""
+        rank = self.group.rank
+        self.board.abort(Abort(AbortReason.ERROR, rank, (), text), RankState.LEFT)
+        return PeerAbortedError(
+            f"{operation}(): rank {rank} cannot go on with this Buffer, for {text}; end the "
+            f"program, or close() it on every rank and make a new one.",
+            rank,
         )
 
     def _lost(self, operation: str, peer: int, error: LinkError) -> PeerAbortedError:

@@ -1,6 +1,8 @@
 """What ranks tell each other, in which order: boards, exits, resets, and the constructor's vote."""
 
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +11,8 @@ import pytest
 from deepep_cupy.api.config import BufferArguments, agree
 from deepep_cupy.api.lifecycle import CallLock, Lifecycle, State
 from deepep_cupy.engines.host.engine import HostEngine
-from deepep_cupy.engines.host.wire import CHUNK_BYTES
-from deepep_cupy.errors import ContractError, PeerTimeoutError
+from deepep_cupy.engines.host.wire import CHUNK_BYTES, Wire
+from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks import abort_board, exit_guard
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
@@ -61,6 +63,51 @@ def test_what_an_exchange_that_failed_has_posted_is_kept():
     with pytest.raises(PeerTimeoutError):
         meeting.exchange("reset", np.arange(3))
     assert [request.data.nbytes for request in group.kept] == [24, 24]
+
+
+class Interrupted(Group):
+    """Ctrl-C comes when MPI has a request and nobody has noted it."""
+
+    def irecv(self, peer, data, tag):
+        self.posted = weakref.ref(data.base if data.base is not None else data)
+        raise KeyboardInterrupt
+
+    isend = irecv
+
+
+def test_memory_of_a_receive_that_was_interrupted_lives():
+    """MPI writes there. The next drain says on every rank that this one is lost."""
+    group = Interrupted()
+    board = AbortBoard(group)
+    wire = Wire(Rendezvous(group, board, 0.02))
+    with pytest.raises(KeyboardInterrupt):
+        wire.receive(1, np.zeros(8))
+    gc.collect()
+    assert group.posted() is not None
+    for _ in range(2):
+        with pytest.raises(PeerAbortedError, match="interrupted while it posted a receive"):
+            wire.drain("reset", np.ones(2, np.int64), 3)
+    assert board.find(RankState.LEFT).origin == 0
+
+
+def test_memory_of_a_send_that_was_interrupted_lives():
+    group = Interrupted()
+    wire = Wire(Rendezvous(group, AbortBoard(group), 0.02))
+    with pytest.raises(KeyboardInterrupt):
+        wire.send(1, np.zeros(8))
+    gc.collect()
+    assert group.posted() is not None
+    wire.drain("reset", np.zeros(2, np.int64), 3)
+    assert wire.sent[1] == 0
+
+
+def test_memory_of_an_exchange_that_was_interrupted_lives():
+    group = Interrupted()
+    meeting = Rendezvous(group, AbortBoard(group), 0.02)
+    with pytest.raises(KeyboardInterrupt):
+        meeting.exchange("reset", np.arange(3))
+    gc.collect()
+    assert group.posted() is not None
 
 
 def test_the_state_of_a_board_is_written_last():

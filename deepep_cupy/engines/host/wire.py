@@ -41,19 +41,27 @@ class Wire:
         """Messages to each rank so far."""
         self._posted: list[list[Request]] = [[] for _ in range(self._group.size)]
         self._num_received = np.zeros(self._group.size, np.int64)
+        # An exception from outside, such as Ctrl-C, may come before a request is noted. So memory
+        # is noted before MPI learns of it, and whether a receive may have escaped its note.
+        self._memory: list[Bytes] = []
+        self._unsure = False
 
     def send(self, peer: int, array: NDArray[np.generic]) -> None:
         """Start to send a C-contiguous array; empty ones send nothing."""
         for chunk in self._chunks(array):
+            self._memory.append(chunk)
             self._pending.append(Pending(peer, self._group.isend(peer, chunk, self._tag)))
             self.sent[peer] += 1
 
     def receive(self, peer: int, array: NDArray[np.generic]) -> None:
         """Start to receive into a C-contiguous array; empty ones receive nothing."""
         for chunk in self._chunks(array):
+            self._memory.append(chunk)
+            self._unsure = True
             request = self._group.irecv(peer, chunk, self._tag)
             self._pending.append(Pending(peer, request))
             self._posted[peer].append(request)
+            self._unsure = False
 
     def _chunks(self, array: NDArray[np.generic]) -> list[Bytes]:
         if array.nbytes == 0:
@@ -67,6 +75,7 @@ class Wire:
         for peer, posted in enumerate(self._posted):
             self._num_received[peer] += len(posted)
             posted.clear()
+        self._memory.clear()
 
     def drain(self, operation: str, sent_to_me: NDArray[np.int64], generation: int) -> None:
         """Settle what a failure left, and begin a generation. All ranks are in this call.
@@ -75,7 +84,15 @@ class Wire:
             operation: Method name, for messages.
             sent_to_me: ``[R]`` what each rank's ``sent`` holds for this rank.
             generation: The new one, the same on every rank.
+
+        Raises:
+            PeerAbortedError: A receive may have escaped its note: it may have taken a message that
+                would be waited for in vain. All ranks learn that this one is lost for ever.
         """
+        if self._unsure:
+            raise self._rendezvous.lose_for_ever(
+                operation, "it was interrupted while it posted a receive"
+            )
         missing = sent_to_me - self._num_received
         for peer, posted in enumerate(self._posted):
             for request in posted[max(0, int(missing[peer])) :]:
@@ -93,11 +110,13 @@ class Wire:
         rounds, deadline = 0, time.monotonic() + self._rendezvous.timeout_s
         while (missing > 0).any():
             for peer in np.flatnonzero(missing > 0):
+                self._unsure = True
                 request = self._group.take(int(peer), self._tag)
                 if request is not None:
                     self._pending.append(Pending(int(peer), request))
                     self._num_received[peer] += 1
                     missing[peer] -= 1
+                self._unsure = False
             self._rendezvous.watch(operation, RankState.LEFT)
             if time.monotonic() > deadline:
                 late = tuple(int(peer) for peer in np.flatnonzero(missing > 0))
