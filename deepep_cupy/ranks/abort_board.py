@@ -129,6 +129,8 @@ class AbortBoard:
 
     def abort(self, abort: Abort, state: RankState = RankState.ABORTED) -> None:
         """Write this rank's line: it gives up (``ABORTED``), or is gone for ever (``LEFT``)."""
+        if self.array[self._rank, _STATE] == RankState.LEFT:
+            return  # for ever, with the reason of then
         text = abort.text.encode(errors="replace")[: _TEXT_BYTES - 1]
         self._text[self._rank] = 0
         self._text[self._rank, : len(text)] = np.frombuffer(text, np.uint8)

@@ -216,7 +216,7 @@ class Rendezvous:
         self.board.abort(Abort(AbortReason.ERROR, rank, (), text), RankState.LEFT)
         return PeerAbortedError(
             f"{operation}(): rank {rank} cannot go on with this Buffer, for {text}; end the "
-            f"program, or close() it on every rank and make a new one.",
+            f"program.",
             rank,
         )
 

@@ -229,6 +229,14 @@ def test_a_buffer_is_poisoned_before_the_others_are_told():
     assert life.state is State.POISONED
 
 
+def test_a_rank_that_has_left_does_not_come_back():
+    """Passing on another rank's reason said that this one might be reset."""
+    board = AbortBoard(Group())
+    board.abort(Abort(AbortReason.ERROR, 0, (), "gone"), RankState.LEFT)
+    board.abort(Abort(AbortReason.TIMEOUT, 1, (0,), "reset"))
+    assert board.find(RankState.LEFT).text == "gone"
+
+
 def test_a_board_takes_a_text_of_any_path():
     board = AbortBoard(Group())
     board.abort(Abort(AbortReason.ERROR, 0, (), "no file bad\udcff"))
