@@ -1,7 +1,7 @@
 """What each kernel does, in steps, from the bytes of its launch: the protocol of ``cuda/comm``.
 
 A step is what other ranks, streams and hosts may come between. Rows are moved at once, one
-destination or source a step. ``test_host_kernels.py`` holds these against the kernels themselves.
+destination or source a step.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Story:
         self.numbers = np.random.default_rng(seed)
         self.num_ranks = num_ranks or self.random.choice((1, 2, 2, 2, 3, 4))
         self.num_experts = 2 * self.num_ranks
-        tight = 16 if self.num_ranks < 3 else 24  # KiB: memory is used again at once
+        tight = 24 if self.num_ranks < 3 else 40  # KiB: memory is used again at once
         self.pool_bytes = self.random.choice((tight, tight, 192)) << 10
         self.num_buffers = self.random.choice((1, 1, 2))
         self.elsewhere = elsewhere
