@@ -49,7 +49,7 @@ class Turn:
             raise PoolExhaustedError("no room")
         return [SimpleNamespace(nbytes=nbytes, label=label) for nbytes, label in wanted]
 
-    def launch(self, launch):
+    def launch(self, launch, tag=None):
         launch()
 
 
