@@ -53,22 +53,9 @@ def logits_of(buffer, p, x):
     return ep.combine(buffer, y, recv.handle).x
 
 
-def dense_logits(p, x):
-    """The same on one rank, with all experts."""
-    return experts(*route(p, x), p["w_in"], p["w_out"])
-
-
 def loss_of(logits, y):
     """Cross-entropy, summed over this rank's tokens."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1).sum()
-
-
-def gathered(p):
-    """All experts' parameters, on every rank."""
-    return {
-        name: np.concatenate(comm.allgather(np.asarray(value))) if name[0] == "w" else value
-        for name, value in p.items()
-    }
 
 
 def train(buffer):
@@ -101,7 +88,13 @@ def train(buffer):
 
 def equals_dense(buffer, p, x, y):
     """Whether outputs and gradients are those of the dense layer."""
-    own, everywhere = (x[rank::num_ranks], y[rank::num_ranks]), gathered(p)
+    own, everywhere = (x[rank::num_ranks], y[rank::num_ranks]), dict(p)
+    for name in ("w_in", "w_out"):
+        everywhere[name] = np.concatenate(comm.allgather(np.asarray(p[name])))
+
+    def dense_logits(p, x):
+        return experts(*route(p, x), p["w_in"], p["w_out"])
+
     out = jax.jit(lambda p, x: logits_of(buffer, p, x))(p, own[0])
     grad = jax.jit(jax.grad(lambda p: loss_of(logits_of(buffer, p, own[0]), own[1])))(p)
     dense = jax.jit(jax.grad(lambda p: loss_of(dense_logits(p, x), y)))(everywhere)
@@ -132,11 +125,8 @@ def main() -> int:
     accuracy = comm.allreduce(right) / len(y)
     good = accuracy >= 0.93 and losses[-1] < losses[0] and same
     if rank == 0:
-        verdict = "are the dense layer's" if same else "differ from the dense layer's"
-        print(
-            f"{'OK' if good else 'WRONG'}: test accuracy {100 * accuracy:.1f} %; outputs and "
-            f"gradients {verdict}",
-        )
+        verdict = f"outputs and gradients {'are' if same else 'differ from'} the dense layer's"
+        print(f"{'OK' if good else 'WRONG'}: test accuracy {100 * accuracy:.1f} %; {verdict}")
     return 0 if good else 1
 
 

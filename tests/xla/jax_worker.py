@@ -443,7 +443,7 @@ def many_calls_keep_memory(buffer):
             out = step(x, idx, weights)
         close(out, wanted)
         used.append(device.memory_stats()["bytes_in_use"])
-    assert used[2] <= used[1], used
+    assert used[2] < used[0] + (1 << 16), used  # a leak of one row a call would be twice that
 
 
 @on_cpu
