@@ -2,8 +2,8 @@
 
 ``num_ranks``
     A test that takes this argument runs for 1 and 3 ranks, or those of its mark ``ranks``, and
-    with ``-m slow`` for 5, 6 and 7, and for 1 and 3 where its mark leaves them out.
-    ``pytest --ranks 2,4,8`` runs these tests alone, for the counts given: ``.ci/run`` does that, so
+    with ``-m slow`` for 7, and for 1 and 3 where its mark leaves them out.
+    ``pytest --ranks 2,8`` runs these tests alone, for the counts given: ``.ci/run`` does that, so
     that all counts from 1 to 8 are tested.
 
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
@@ -35,7 +35,7 @@ MUST_RUN = ("cpu", "mpi", "sim")
 MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
 RANKS = (1, 3)
 """Three finds what two and four find, and takes half the processes: it divides little."""
-SLOW_RANKS = (5, 6, 7)
+SLOW_RANKS = (7,)
 LONG = ("mpi", "sim")
 """Folders whose files take longest."""
 

@@ -21,6 +21,7 @@ MISSED = {
     "a capture takes memory with work pending",
     "blocks of a failed operation are not quarantined",
     "blocks of a refused wait are not given back",
+    "stamps of memory that was given back are too old",
     "reset clears the board after its second meeting",
     "reset goes on from this rank's own epoch",
 }
