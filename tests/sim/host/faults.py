@@ -7,6 +7,8 @@ stories that can find it, a function that plants it by ``patch(where, name, valu
 from __future__ import annotations
 
 import contextlib
+import inspect
+from types import FunctionType
 
 from deepep_cupy.engines.gpu import engine, failures, memory, operation
 from deepep_cupy.memory import block, cuda_ipc, pool, stream_clock
@@ -37,7 +39,12 @@ def planted(name):
     before = []
 
     def patch(where, attribute, value):
-        before.append((where, attribute, where.__dict__[attribute]))
+        old = where.__dict__[attribute]
+        if isinstance(value, FunctionType) and value is not _nothing:
+            # Else every seed finds a fault that is called wrongly, and proves nothing.
+            given, wanted = (list(inspect.signature(f).parameters) for f in (value, old))
+            assert given == wanted, f"{attribute} takes {wanted}, its fault {name!r} {given}"
+        before.append((where, attribute, old))
         setattr(where, attribute, value)
 
     FAULTS[name][1](patch)
@@ -93,7 +100,12 @@ def _(patch):
 @_fault("completion of one stream is believed of all")
 def _(patch):
     completed = stream_clock.StreamClock.completed
-    patch(stream_clock.StreamClock, "completed", lambda self, at, stream: completed(self, at, None))
+
+    def of_all(self, checkpoint, stream):
+        del stream
+        completed(self, checkpoint, None)
+
+    patch(stream_clock.StreamClock, "completed", of_all)
 
 
 @_fault("a graph's block goes to the eager list")
@@ -115,9 +127,9 @@ def _(patch):
 def _(patch):
     free = pool.Pool.free
 
-    def keep(self, one):
-        if "dispatch" not in one.label:
-            free(self, one)
+    def keep(self, block):
+        if "dispatch" not in block.label:
+            free(self, block)
 
     patch(pool.Pool, "free", keep)
 
@@ -150,9 +162,9 @@ def _(patch):
 def _(patch):
     launch, finish, early = operation.Operation.launch, operation.Operation._finish, {}
 
-    def first(self, ready):
+    def first(self, ready, tag=None):
         early[id(self)] = self._queue.events.record(self.stream)
-        launch(self, ready)
+        launch(self, ready, tag)
 
     def late(self, *, async_finish):
         events, mark, stream = self._queue.events, early.pop(id(self), None), self.stream
@@ -326,11 +338,11 @@ def _(patch):
 
 @_fault("a refusal under capture is launched")
 def _(patch):
-    def launch(self, kind, refusal):
+    def launch(self, kind, refusal, tag=None):
         with self._runtime.operation() as op:
             ready = self._runtime.kernels.get("barrier", 1, kind)
             ready.refusal(kind, refusal.code, refusal.value)
-            op.launch(ready)
+            op.launch(ready, tag)
             return op.serial
 
     patch(engine.CudaEngine, "_launch_barrier", launch)
@@ -356,8 +368,8 @@ def _(patch):
 def _(patch):
     launch = engine.CudaEngine._launch_barrier
 
-    def silent(self, kind, refusal):
-        return launch(self, kind, type(refusal)(RefusalCode.NONE))
+    def silent(self, kind, refusal, tag=None):
+        return launch(self, kind, type(refusal)(RefusalCode.NONE), tag)
 
     patch(engine.CudaEngine, "_launch_barrier", silent)
 
@@ -402,7 +414,7 @@ def _(patch):
 
 @_fault("reset goes on from this rank's own epoch")
 def _(patch):
-    patch(rendezvous.Rendezvous, "exchange", lambda self, name, words: words[None])
+    patch(rendezvous.Rendezvous, "exchange", lambda self, operation, words: words[None])
 
 
 @_fault("the epoch is still on its way when kernels start")
