@@ -19,6 +19,7 @@ from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.values import is_int, misfit, resolve_dtype
 from deepep_cupy.engines.calls import (
+    FORMATS,
     HERE,
     CombineArguments,
     CombineOptions,
@@ -58,7 +59,6 @@ _Dtypes: TypeAlias = tuple[np.dtype[Any], ...] | None
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
 _QUANTIZABLE = tuple(dtype.name for dtype in QUANTIZABLE)
-_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
 _SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
 _REDUCES: tuple[Reduce, ...] = ("exact", "per_rank", "per_node")
 _INT32 = (np.dtype(np.int32),)
@@ -386,11 +386,11 @@ class Checker:
                 if value:
                     self._wrong(argument, "needs quantize='fp8_e4m3'")
             return None
-        name = self.one_of("dispatch", "quantize", options.quantize, tuple(_FORMATS))
+        name = self.one_of("dispatch", "quantize", options.quantize, tuple(FORMATS))
         self.need("dispatch", "quantize", "quantize")
         if use_ue8m0 and not round_scale:
             self._wrong("use_ue8m0", "needs round_scale=True: only powers of two are exponents")
-        return Quantization(_FORMATS[name], round_scale, use_ue8m0)
+        return Quantization(FORMATS[name], round_scale, use_ue8m0)
 
     def _cached(
         self, handle: DispatchHandle, given: DispatchArguments, num_tokens: int

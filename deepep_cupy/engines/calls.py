@@ -19,6 +19,7 @@ import numpy as np
 from deepep_cupy.protocol.headers import Layout
 
 __all__ = [
+    "FORMATS",
     "HERE",
     "Array",
     "CallPlan",
@@ -91,6 +92,10 @@ class Streams:
 HERE = Streams()
 """On the current stream, which waits. The api passes this very object for it, so that engines may
 compare with ``is``."""
+
+
+FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
+"""What ``quantize`` may be → the dtype of the codes."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax
 
 from deepep_cupy.api.buffer import Buffer
 from deepep_cupy.engines.calls import Array
+from deepep_cupy.engines.gpu.routing import num_words
 from deepep_cupy.errors import (
     ContractError,
     PeerAbortedError,
@@ -21,7 +22,7 @@ from deepep_cupy.errors import (
 )
 from deepep_cupy.jax.ffi import ErrorCode, Frame, make_handler, pointer_of
 from deepep_cupy.jax.gpu_memory import GpuMemory
-from deepep_cupy.jax.memory import HandleArrays, HostMemory, Memory, num_words
+from deepep_cupy.jax.memory import HandleArrays, HostMemory, Memory
 from deepep_cupy.jax.site import TARGET, Site
 
 __all__ = ["Attached", "Attachment", "attach", "attached", "check"]

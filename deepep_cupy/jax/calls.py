@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepep_cupy.api.buffer import Buffer
-from deepep_cupy.api.values import wrong_number
+from deepep_cupy.api.values import resolve_dtype, wrong_number
+from deepep_cupy.engines.calls import FORMATS
+from deepep_cupy.engines.gpu.routing import num_words
 from deepep_cupy.errors import ContractError
 from deepep_cupy.jax.attached import attached
 from deepep_cupy.jax.chain import BACKWARD, call_site, token_for, token_made, varying_alike
-from deepep_cupy.jax.memory import num_words
 from deepep_cupy.jax.site import Site
 from deepep_cupy.jax.trees import Combined, Handle, Received
 from deepep_cupy.protocol.sizes import MAX_ROWS, num_scales, worst_expanded_rows
@@ -27,7 +28,6 @@ from deepep_cupy.protocol.sizes import MAX_ROWS, num_scales, worst_expanded_rows
 __all__ = ["combine", "dispatch"]
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
 
 
 def dispatch(
@@ -99,7 +99,7 @@ def dispatch(
     _expect_number("expert_alignment", expert_alignment, MAX_ROWS)
     expanded = _one_of("dispatch", "layout", layout, ("plain", "expanded")) == "expanded"
     if quantize is not None:
-        _one_of("dispatch", "quantize", quantize, tuple(_FORMATS))
+        _one_of("dispatch", "quantize", quantize, tuple(FORMATS))
     rows = capacity
     if expanded:
         rows = worst_expanded_rows(capacity, topk, spec.num_local_experts, expert_alignment)
@@ -365,9 +365,7 @@ def _dispatch_forward(meta: _Meta, x: Any, topk_idx: Any, topk_weights: Any, tok
     """(rows, choices or None, weights or None), (words, source indices, table or None), token."""
     site, (ranks, local) = meta
     if site.quantize:
-        import ml_dtypes
-
-        codes = np.dtype(getattr(ml_dtypes, _FORMATS[site.quantize]))
+        codes = resolve_dtype(FORMATS[site.quantize])
         scales = num_scales(site.hidden, packed=False)
         results = [
             _struct(site.num_rows, site.hidden, dtype=codes),

@@ -42,6 +42,11 @@ class _Newest(threading.local):
 _newest = _Newest()
 
 
+def _number_before() -> int:
+    """Number of the newest call of this trace; 0: there is none yet."""
+    return _newest.number if _newest.trace == get_opaque_trace_state() else 0
+
+
 def token_for(after: Any) -> Any:
     """The token that the next call takes.
 
@@ -51,16 +56,13 @@ def token_for(after: Any) -> Any:
     """
     if after is not None:
         return getattr(after, "token", after)
-    if _newest.trace is not None and _newest.trace == get_opaque_trace_state():
-        return _newest.token
-    return jnp.zeros((), jnp.float32)
+    return _newest.token if _number_before() else jnp.zeros((), jnp.float32)
 
 
 def token_made(token: Any) -> Any:
     """Note the token that a call has returned; the token."""
-    trace = get_opaque_trace_state()
-    _newest.number = _newest.number + 1 if trace == _newest.trace else 1
-    _newest.trace, _newest.token = trace, token
+    _newest.number = _number_before() + 1
+    _newest.trace, _newest.token = get_opaque_trace_state(), token
     return token
 
 
@@ -73,7 +75,7 @@ def call_site(operation: str) -> tuple[str, int]:
     place = "an unknown place"
     if frame is not None:
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    number = _newest.number + 1 if _newest.trace == get_opaque_trace_state() else 1
+    number = _number_before() + 1
     return place, zlib.crc32(f"{operation} {number} at {place}".encode()) & _SITE_BITS
 
 

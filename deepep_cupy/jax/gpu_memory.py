@@ -14,6 +14,7 @@ from typing import Any
 
 from deepep_cupy.api.values import resolve_dtype
 from deepep_cupy.engines.calls import Array, Routing
+from deepep_cupy.engines.gpu.arrays import StreamAddress
 from deepep_cupy.engines.gpu.routing import Addresses, GpuRouting, own_routing
 from deepep_cupy.jax.ffi import Frame
 from deepep_cupy.jax.memory import HandleArrays
@@ -60,7 +61,7 @@ class GpuMemory:
         address = frame.stream()
         found = self._streams.get(address)
         if found is None:
-            made = self._cupy.cuda.Stream.from_external(_StreamAddress(address))
+            made = self._cupy.cuda.Stream.from_external(StreamAddress(address))
             found = self._streams[address] = made
         stream: AbstractContextManager[object] = found
         return stream
@@ -117,13 +118,3 @@ class _Kept(GpuRouting):
 
     def _words(self, begin: int, end: int) -> Array:
         return self._memory.array(begin, ((end - begin) // 4,), "int32")
-
-
-class _StreamAddress:
-    """What CuPy makes a stream of."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address

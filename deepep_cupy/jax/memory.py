@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,31 +18,22 @@ from deepep_cupy.jax.site import Site
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.reference.layout import local_choices
 
-__all__ = ["HandleArrays", "HostMemory", "Memory", "num_words"]
+__all__ = ["HandleArrays", "HostMemory", "Memory"]
 
 
-def num_words(num_tokens: int, num_ranks: int, num_local_experts: int) -> int:
-    """Length of the words of a handle, int32 (T tokens, R ranks, El local experts): send_row
-    ``[T, R]``, rows per rank ``[R]``, their inclusive sums ``[R]``, counts per expert ``[El]``,
-    ends of the experts' rows ``[El]``, the dispatch's epoch."""
-    return num_tokens * num_ranks + 2 * (num_ranks + num_local_experts) + 1
-
-
-class HandleArrays:
+class HandleArrays(NamedTuple):
     """A handle's arrays in XLA's memory.
 
-    Args:
-        words: ``[num_words]`` int32.
+    Attributes:
+        words: ``[num_words]`` int32, in the order of ``engines.gpu.routing.Addresses`` on both
+            engines: on GPUs they are copied as they are.
         expanded_row: ``[W, K]`` int32 in the expanded layout, else None.
         topk_idx: ``[T, K]``, the choices that were dispatched, in the expanded layout; else None.
     """
 
-    __slots__ = ("expanded_row", "topk_idx", "words")
-
-    def __init__(self, words: Array, expanded_row: Array | None, topk_idx: Array | None) -> None:
-        self.words = words
-        self.expanded_row = expanded_row
-        self.topk_idx = topk_idx
+    words: Array
+    expanded_row: Array | None
+    topk_idx: Array | None
 
 
 class Memory(Protocol):

@@ -103,7 +103,7 @@ def call_word(kind: int, identity: int = 0) -> int:
 
 
 def tagged(tag: int | None) -> int:
-    """The identity of a call outside of graphs."""
+    """The identity that a tag gives a call; 0 without one."""
     return 0 if tag is None else TAGGED | tag
 
 

@@ -28,7 +28,7 @@ from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, SupportsDLPac
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import dtype_code, dtype_label
 
-__all__ = ["FLOAT8", "ArrayImporter", "address", "dtype_code_of", "take_dlpack"]
+__all__ = ["FLOAT8", "ArrayImporter", "StreamAddress", "address", "dtype_code_of", "take_dlpack"]
 
 _UINT = 1
 FLOAT8 = {
@@ -233,7 +233,7 @@ class ArrayImporter:
                 _LEGACY_STREAM: cupy.cuda.Stream.null,
                 _PER_THREAD_STREAM: cupy.cuda.Stream.ptds,
             }.get(stream)
-            producer = producer or cupy.cuda.Stream.from_external(_StreamAddress(stream))
+            producer = producer or cupy.cuda.Stream.from_external(StreamAddress(stream))
             current.wait_event(producer.record())
         array: DeviceArray = cupy.asarray(_WithoutStream(value, {**described, "stream": None}))
         return array
@@ -248,7 +248,9 @@ def _is_of_words(array: DeviceArray) -> bool:
     return array.itemsize == 4 and not any(stride % 4 for stride in array.strides)
 
 
-class _StreamAddress:
+class StreamAddress:
+    """The address of a stream, as ``cupy.cuda.Stream.from_external`` takes one."""
+
     def __init__(self, address: int) -> None:
         self._address = address
 

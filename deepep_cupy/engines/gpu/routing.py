@@ -12,7 +12,16 @@ from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, Pointer
 from deepep_cupy.memory.block import BlockOwner
 from deepep_cupy.memory.cuda_ipc import PoolArrays
 
-__all__ = ["FLOAT32", "INT32", "Addresses", "GpuRouting", "Received", "own_routing", "words_bytes"]
+__all__ = [
+    "FLOAT32",
+    "INT32",
+    "Addresses",
+    "GpuRouting",
+    "Received",
+    "num_words",
+    "own_routing",
+    "words_bytes",
+]
 
 INT32: DType = np.dtype(np.int32)
 FLOAT32: DType = np.dtype(np.float32)
@@ -61,9 +70,14 @@ class Addresses:
         self.birth = base + 4 * num_experts
 
 
+def num_words(num_tokens: int, num_ranks: int, num_experts: int) -> int:
+    """How many words of four bytes ``Addresses`` reach over."""
+    return num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1
+
+
 def words_bytes(num_tokens: int, num_ranks: int, num_experts: int) -> int:
     """How many bytes ``Addresses`` reach over."""
-    return 4 * (num_tokens * num_ranks + 2 * (num_ranks + num_experts) + 1)
+    return 4 * num_words(num_tokens, num_ranks, num_experts)
 
 
 class GpuRouting:
