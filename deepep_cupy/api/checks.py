@@ -1,4 +1,4 @@
-"""Every check of a call's arguments that one rank can make alone.
+"""Checks of a whole call: every one that one rank can make alone.
 
 A check that fails raises ``ContractError`` with a refusal, which the Buffer sends to the other
 ranks in this rank's place, so that all raise. Engines check the types of arrays
@@ -7,22 +7,17 @@ ranks in this rank's place, so that all raise. Engines check the types of arrays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 
-from deepep_cupy.api import advice, routes
-from deepep_cupy.api.config import Config
-from deepep_cupy.api.events import EventOverlap
+from deepep_cupy.api import routes
+from deepep_cupy.api.arguments import ArgumentChecker, Shape
 from deepep_cupy.api.handle import DispatchHandle
-from deepep_cupy.api.values import is_int, misfit, resolve_dtype
+from deepep_cupy.api.values import is_int, resolve_dtype
 from deepep_cupy.engines.calls import (
     FORMATS,
-    HERE,
     CombineArguments,
-    CombineOptions,
     CombinePlan,
     DispatchArguments,
     DispatchOptions,
@@ -31,30 +26,21 @@ from deepep_cupy.engines.calls import (
     Reduce,
     ScalesLayout,
     Signature,
-    Streams,
     listed,
 )
 from deepep_cupy.errors import ContractError, shown
 from deepep_cupy.protocol.headers import (
-    ARGUMENTS,
     DTYPE_CODES,
-    MAX_TAG,
     Layout,
     Refusal,
     RefusalCode,
     describe_refusal,
 )
-from deepep_cupy.protocol.sizes import MAX_EXPERTS, BufferSpec, num_scales
+from deepep_cupy.protocol.sizes import MAX_EXPERTS, num_scales
 from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.reference.quant import QUANTIZABLE
 
-__all__ = ["ArrayImporter", "Checker"]
-
-ArrayImporter: TypeAlias = Callable[[str, str, object], Any]
-_Shape: TypeAlias = Mapping[str, int | None]
-"""Names of the axes, for messages, and their lengths; None: any."""
-_Dtypes: TypeAlias = tuple[np.dtype[Any], ...] | None
-"""Those that are right; None: any."""
+__all__ = ["Checker"]
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = tuple(np.dtype(kind) for kind in (np.float32, np.int32, np.uint32))
@@ -63,199 +49,10 @@ _SCALES_LAYOUTS: tuple[ScalesLayout, ...] = ("row", "column")
 _REDUCES: tuple[Reduce, ...] = ("exact", "per_rank", "per_node")
 _INT32 = (np.dtype(np.int32),)
 _INDEX = (np.dtype(np.int64), np.dtype(np.int32))
-_FLOAT32 = (np.dtype(np.float32),)
 
 
-class Checker:
-    """Checks the arguments of one Buffer's calls.
-
-    Args:
-        spec: Sizes of the Buffer.
-        buffer: Serial number of the Buffer, for handles.
-        import_array: ``Engine.import_array``.
-        modes: ``Engine.modes``.
-        import_scales: ``Engine.import_scales``.
-    """
-
-    def __init__(
-        self,
-        spec: BufferSpec,
-        buffer: int,
-        import_array: ArrayImporter,
-        modes: frozenset[str],
-        import_scales: ArrayImporter,
-    ) -> None:
-        self._spec = spec
-        self._buffer = buffer
-        self._import_array = import_array
-        self._modes = modes
-        self._import_scales = import_scales
-
-    # --------------------------------------------------------------------- of one argument each
-
-    def rows(self, operation: str, value: object, wire_itemsize: int | None = None) -> Any:
-        """``[rows, H]`` of a length that the Buffer was made for.
-
-        Args:
-            operation: Method name, for messages.
-            value: What the user passed.
-            wire_itemsize: Bytes of an element as it travels, where that is not its own.
-        """
-        if isinstance(value, tuple | list):
-            self.refuse(
-                operation,
-                "x",
-                f"must be one array [rows, hidden], got a {type(value).__name__} of {len(value)}",
-            )
-        x = self.array(operation, "x", value, {"rows": None, "hidden": None}, None)
-        itemsize = x.dtype.itemsize if wire_itemsize is None else wire_itemsize
-        row_bytes = x.shape[1] * itemsize
-        if not 1 <= row_bytes <= self._spec.max_row_bytes:
-            self.refuse(operation, "x", advice.of_row_bytes(operation, x, row_bytes, self._spec))
-        return x
-
-    def handle(self, operation: str, value: object) -> DispatchHandle:
-        """A handle of this Buffer."""
-        if not isinstance(value, DispatchHandle):
-            self.refuse(
-                operation,
-                "handle",
-                f"must be a handle that dispatch() returned, got {type(value).__name__}"
-                + advice.of_handle(operation, value),
-            )
-        if value.signature.buffer != self._buffer:
-            self.refuse(operation, "handle", "must be of this Buffer, got one of another Buffer")
-        return value
-
-    def weights(
-        self, operation: str, argument: str, value: object, shape: _Shape, signature: Signature
-    ) -> Any:
-        """float32 weights of that shape, where there are choices to weigh."""
-        if signature.layout == Layout.MASK:
-            self.refuse(
-                operation,
-                argument,
-                "must not be given where the routing came from is_token_in_rank: there are no "
-                "choices to weigh",
-            )
-        return self.array(operation, argument, value, shape, _FLOAT32)
-
-    def streams(
-        self, operation: str, previous_event: object, async_finish: object, allocate: object
-    ) -> Streams:
-        """Where the operation runs, from DeepEP's three arguments."""
-        background = self.flag(operation, "async_finish", async_finish)
-        allocate = self.flag(operation, "allocate_on_comm_stream", allocate)
-        if previous_event is None and not background and not allocate:
-            return HERE
-        self.need(operation, "async_finish" if background else "previous_event", "events")
-        if previous_event is not None and not isinstance(previous_event, EventOverlap):
-            self.refuse(
-                operation,
-                "previous_event",
-                f"must be an EventOverlap, as capture() and other calls return it, got "
-                f"{type(previous_event).__name__}",
-            )
-        if allocate and (previous_event is None or not background):
-            self.refuse(
-                operation,
-                "allocate_on_comm_stream",
-                "must come with previous_event and async_finish=True",
-            )
-        event = None if previous_event is None else previous_event.event
-        return Streams(event, background, allocate)
-
-    def streams_of_plan(
-        self, operation: str, event: object, options: DispatchOptions | CombineOptions
-    ) -> Streams:
-        """Where alike calls run. The event to begin after is each call's own, and not kept."""
-        allocate = options.allocate_on_comm_stream
-        found = self.streams(operation, event, options.async_finish, allocate)
-        return found if event is None else replace(found, previous_event=None)
-
-    def num_sms(self, operation: str, config: object) -> int | None:
-        """Blocks that a ``Config`` asks for."""
-        if config is None:
-            return None
-        if not isinstance(config, Config):
-            self.refuse(operation, "config", f"must be a Config, got {type(config).__name__}")
-        return config.num_sms
-
-    def flag(self, operation: str, argument: str, value: object) -> bool:
-        """True or False; 0 and 1 are refused."""
-        if isinstance(value, bool | np.bool_):
-            return bool(value)
-        return self.refuse(operation, argument, f"must be True or False, got {shown(value)}")
-
-    def one_of(self, operation: str, argument: str, value: object, known: tuple[Any, ...]) -> Any:
-        """One of these names."""
-        for each in known:
-            if isinstance(value, str) and value == each:
-                return each
-        names = " or ".join(repr(each) for each in known)
-        return self.refuse(operation, argument, f"must be {names}, got {shown(value)}")
-
-    def number(self, operation: str, argument: str, value: object, low: int, high: int) -> int:
-        """A whole number in these bounds."""
-        if is_int(value) and low <= value <= high:
-            return int(value)
-        return self.refuse(
-            operation, argument, f"must be a whole number from {low} to {high}, got {shown(value)}"
-        )
-
-    def tag(self, operation: str, value: object) -> int | None:
-        """The number that the caller gave a call, or None."""
-        return None if value is None else self.number(operation, "tag", value, 0, MAX_TAG)
-
-    def need(self, operation: str, argument: str, mode: str) -> None:
-        """Refuse what the engine of this Buffer cannot do."""
-        if mode not in self._modes:
-            self.refuse(
-                operation,
-                argument,
-                f"is not possible on this Buffer's engine, which has no mode '{mode}'; "
-                f"engine='host' has all",
-            )
-
-    def expect(
-        self, operation: str, argument: str, array: Any, shape: _Shape, dtypes: _Dtypes
-    ) -> None:
-        """Compare shape and dtype with what is wanted."""
-        complaint = misfit(array, shape, dtypes)
-        if complaint is not None:
-            self.refuse(operation, argument, complaint)
-
-    def array(
-        self, operation: str, argument: str, value: object, shape: _Shape, dtypes: _Dtypes
-    ) -> Any:
-        """The engine's array, if its shape and dtype are right."""
-        array = self.take(operation, argument, value)
-        self.expect(operation, argument, array, shape, dtypes)
-        return array
-
-    def writable(self, operation: str, argument: str, array: Any) -> None:
-        """An array that may be written into; CuPy's always may."""
-        if not getattr(array.flags, "writeable", True):
-            self.refuse(operation, argument, "must be writable, got a read-only array")
-
-    def take(self, operation: str, argument: str, value: object, *, strided: bool = False) -> Any:
-        """The engine's array. Where the engine raises, its error makes every rank raise."""
-        try:
-            import_array = self._import_scales if strided else self._import_array
-            return import_array(operation, argument, value)
-        except ContractError as error:
-            if error.refusal is None:
-                error.refusal = Refusal(RefusalCode.ARGUMENT, ARGUMENTS.index(argument))
-            raise
-
-    def refuse(self, operation: str, argument: str, complaint: str) -> NoReturn:
-        """Raise the error that makes every rank raise."""
-        subject = f"argument '{argument}' " if argument else ""
-        number = ARGUMENTS.index(argument) if argument in ARGUMENTS else 0
-        raise ContractError(
-            f"{operation}(): {subject}{complaint}, on rank {self._spec.rank}.",
-            Refusal(RefusalCode.ARGUMENT, number),
-        )
+class Checker(ArgumentChecker):
+    """Checks whole calls of one Buffer; its arguments are those of ``ArgumentChecker``."""
 
     # ------------------------------------------------------------------------------- dispatch
 
@@ -531,7 +328,7 @@ class Checker:
             tag=self.tag("combine", options.tag),
         )
 
-    def _biases(self, bias: object, shape: _Shape, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    def _biases(self, bias: object, shape: Shape, dtype: np.dtype[Any]) -> tuple[Any, ...]:
         given = listed(bias)
         if len(given) > 2:
             self.refuse("combine", "bias", f"must be at most two arrays, got {len(given)}")

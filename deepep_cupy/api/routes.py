@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from deepep_cupy.api.arguments import ArgumentChecker
 from deepep_cupy.engines.calls import DispatchArguments
 from deepep_cupy.protocol.sizes import BufferSpec
-
-if TYPE_CHECKING:
-    from deepep_cupy.api.checks import Checker
 
 __all__ = ["check_companions", "choices", "mask_of_ranks"]
 
@@ -23,7 +21,7 @@ _BOOL = (np.dtype(np.bool_),)
 
 
 def check_companions(
-    checker: Checker, spec: BufferSpec, given: DispatchArguments, num_tokens: int
+    checker: ArgumentChecker, spec: BufferSpec, given: DispatchArguments, num_tokens: int
 ) -> None:
     """Check that ``dest`` stands alone, and the counts that DeepEP needs and this package does
     not for their shapes and dtypes."""
@@ -43,7 +41,7 @@ def check_companions(
             checker.array("dispatch", argument, value, shape, dtypes)
 
 
-def choices(checker: Checker, spec: BufferSpec, value: object, num_tokens: int) -> Any:
+def choices(checker: ArgumentChecker, spec: BufferSpec, value: object, num_tokens: int) -> Any:
     """The engine's array of ``topk_idx``; its values are the engine's to check."""
     topk_idx = checker.take("dispatch", "topk_idx", value)
     if spec.num_experts is None:
@@ -60,7 +58,9 @@ def choices(checker: Checker, spec: BufferSpec, value: object, num_tokens: int) 
     return topk_idx
 
 
-def mask_of_ranks(checker: Checker, spec: BufferSpec, value: object, num_tokens: int) -> Any:
+def mask_of_ranks(
+    checker: ArgumentChecker, spec: BufferSpec, value: object, num_tokens: int
+) -> Any:
     """``[T, R]`` bool, made on the current stream, from the ranks that each row names."""
     ranks, num_ranks = checker.take("dispatch", "dest", value), spec.num_ranks
     shape: dict[str, int | None] = {"num_tokens": num_tokens}
