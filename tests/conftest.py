@@ -2,15 +2,15 @@
 
 ``num_ranks``
     A test that takes this argument runs for 1 and 3 ranks, or those of its mark ``ranks``, and
-    with ``-m slow`` for 7, and for 1 and 3 where its mark leaves them out.
-    ``pytest --ranks 2,8`` runs these tests alone, for the counts given: ``.ci/run`` does that, so
-    that all counts from 1 to 8 are tested.
+    with ``-m slow`` for 1 and 3 where its mark leaves them out.
+    ``pytest --ranks 2,8`` runs these tests alone, for the counts given, as ``.ci/run`` does; by
+    hand ``--ranks 4,5,6,7``.
 
 Tests of ``tests/gpu``, ``tests/mpi`` and ``tests/sim`` are marked by their folder, and skipped
 where this machine lacks what they need. If every selected test of ``tests/cpu``, ``tests/mpi`` or
 ``tests/sim`` was skipped, the run fails: a green run has tested something.
 
-``pytest -n 2`` (pytest-xdist) runs two files at a time, the long ones first.
+``pytest -n 3`` (pytest-xdist) runs three files at a time, the long ones first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ MUST_RUN = ("cpu", "mpi", "sim")
 MARKED_BY_FOLDER = ("gpu", "mpi", "sim")
 RANKS = (1, 3)
 """Three finds what two and four find, and takes half the processes: it divides little."""
-SLOW_RANKS = (7,)
 LONG = ("mpi", "sim")
 """Folders whose files take longest."""
 
@@ -74,7 +73,7 @@ def pytest_generate_tests(metafunc):
         asked = metafunc.config.getoption("--ranks")
         mark = metafunc.definition.get_closest_marker("ranks")
         usual = mark.args if mark else RANKS
-        slow = [n for n in (*RANKS, *SLOW_RANKS) if n not in usual]
+        slow = [n for n in RANKS if n not in usual]
         values = asked or [*usual, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)]
         metafunc.parametrize("num_ranks", values, ids=lambda n: f"R{n}")
 

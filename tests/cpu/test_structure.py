@@ -77,3 +77,9 @@ def test_this_tree_has_its_rooms_and_all_of_them_stand_in_the_order():
         assert room in rooms
     assert not [line for line in lines if line.startswith("rooms that the order leaves out")]
     assert len(below(lines, next(line for line in lines if "name zero_padding" in line))) > 3
+
+
+def test_this_tree_has_no_circles_and_no_upward_imports():
+    lines = structure()
+    for head in ("circles of rooms: 0", "circles of files: 0", "upward imports: 0"):
+        assert head in lines
