@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from deepep_cupy.bench import flavors_command
+from deepep_cupy.bench import flavors_command, jax_command
 from deepep_cupy.bench.runs import LatencyBench, OperationBench
 
 __all__ = ["SubCommand", "add_arguments", "run"]
@@ -31,6 +31,7 @@ _VERBS: dict[str, tuple[SubCommand, str]] = {
     "combine": (OperationBench("combine"), "rows back and added up, beside what links carry"),
     "roundtrip": (OperationBench("roundtrip"), "one after the other"),
     "latency": (LatencyBench(), "few tokens: from Python, from graphs, and on the host"),
+    "jax": (jax_command, "both inside jax.jit, beside the same calls outside"),
     "flavors": (flavors_command, "kinds of loads and hints to L2, and what they mean for a Buffer"),
 }
 """Verb → its sub-command, and one line for ``--help``."""

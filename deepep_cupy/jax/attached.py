@@ -12,6 +12,7 @@ import jax
 
 from deepep_cupy.api.buffer import Buffer
 from deepep_cupy.engines.calls import Array
+from deepep_cupy.engines.gpu.engine import CudaEngine
 from deepep_cupy.engines.gpu.routing import num_words
 from deepep_cupy.errors import (
     ContractError,
@@ -20,7 +21,7 @@ from deepep_cupy.errors import (
     PlatformError,
     StateError,
 )
-from deepep_cupy.jax.ffi import ErrorCode, Frame, make_handler, pointer_of
+from deepep_cupy.jax.ffi import RECORDABLE, ErrorCode, Frame, make_handler, pointer_of
 from deepep_cupy.jax.gpu_memory import GpuMemory
 from deepep_cupy.jax.memory import HandleArrays, HostMemory, Memory
 from deepep_cupy.jax.site import TARGET, Site
@@ -28,6 +29,7 @@ from deepep_cupy.jax.site import TARGET, Site
 __all__ = ["Attached", "Attachment", "attach", "attached", "check"]
 
 _PLATFORMS = ("cpu", "CUDA")
+_TRAITS = {"cpu": 0, "CUDA": RECORDABLE}
 _BACKENDS = {"host": "cpu", "cuda": "gpu"}
 """Engine → what JAX calls the backend whose arrays it takes."""
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
@@ -215,7 +217,9 @@ def _check_threads() -> None:
 def _memory_of(buffer: Buffer) -> Memory:
     if buffer.device is None:
         return HostMemory()
-    return GpuMemory(buffer.device)
+    engine = buffer._engine
+    assert isinstance(engine, CudaEngine)
+    return GpuMemory(engine)
 
 
 def _register() -> None:
@@ -224,7 +228,7 @@ def _register() -> None:
         for platform in _PLATFORMS:
             if (operation, platform) in _handlers:
                 continue
-            handler = make_handler(_work_on(platform), _code_of)
+            handler = make_handler(_work_on(platform), _code_of, _TRAITS[platform])
             _handlers[operation, platform] = handler
             capsule = jax.ffi.pycapsule(pointer_of(handler))
             jax.ffi.register_ffi_target(TARGET.format(operation), capsule, platform=platform)

@@ -18,7 +18,16 @@ from typing import Any
 
 from deepep_cupy.errors import PlatformError
 
-__all__ = ["LAYOUT", "ErrorCode", "Frame", "Handler", "Work", "make_handler", "pointer_of"]
+__all__ = [
+    "LAYOUT",
+    "RECORDABLE",
+    "ErrorCode",
+    "Frame",
+    "Handler",
+    "Work",
+    "make_handler",
+    "pointer_of",
+]
 
 _WORD = 8
 LAYOUT = {
@@ -58,6 +67,9 @@ _DATA = _at("XLA_FFI_Buffer.data")
 _FRAME_WORDS = _ATTRS + 1
 _API_WORDS = _STREAM_GET + 1
 _METADATA_EXTENSION = 1
+RECORDABLE = 1
+"""``XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE``: XLA may record the handler's work into a
+command buffer and replay it without calling the handler."""
 _MAJOR = 0
 """The major version whose layouts these are. It has been 0 since JAX has an FFI."""
 

@@ -3,18 +3,23 @@
 Rows that arrive lie in the Buffer's pool, which peers reach, and are copied from there to XLA's
 memory; rows to be combined are copied the other way. Everything is queued on XLA's stream, in whose
 order XLA uses and frees its memory: no host waits.
+
+XLA may record calls into a command buffer, a CUDA graph, and replay it without Python. All of them
+run on XLA's stream, so that they share the pool's memory, however often XLA records.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from deepep_cupy.api.values import resolve_dtype
 from deepep_cupy.engines.calls import Array, Routing
 from deepep_cupy.engines.gpu.arrays import StreamAddress
+from deepep_cupy.engines.gpu.engine import CudaEngine
 from deepep_cupy.engines.gpu.routing import Addresses, GpuRouting, own_routing
 from deepep_cupy.jax.ffi import Frame
 from deepep_cupy.jax.memory import HandleArrays
@@ -28,19 +33,21 @@ _WORDS = (8, 4, 2, 1)
 
 
 class GpuMemory:
-    """See ``memory.Memory``: CuPy arrays.
+    """See ``memory.Memory``: CuPy arrays. The constructor waits for the GPU, and compiles what
+    could not be compiled while XLA records.
 
     Args:
-        device: CUDA ordinal.
+        engine: The Buffer's.
     """
 
     platform = "CUDA"
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, engine: CudaEngine) -> None:
         import cupy
 
         self._cupy: ModuleType = cupy
-        self._device = device
+        self._engine = engine
+        self._device = engine.device
         self._streams: dict[int, Any] = {}
         self._copy_rows: Any = cupy.ElementwiseKernel(
             "raw T source, raw int32 ends, int64 last, int64 words",
@@ -48,6 +55,12 @@ class GpuMemory:
             "to = i / words < ends[last] ? source[i] : T(0)",
             "deepep_cupy_real_rows",
         )
+        with cupy.cuda.Device(self._device):
+            ends = cupy.zeros(1, "int32")
+            for size in _WORDS:
+                word = cupy.zeros(1, f"uint{8 * size}")
+                self._copy_rows(word, ends, 0, 1, word)
+        engine.settle()
 
     def array(self, address: int, shape: tuple[int, ...], dtype: str) -> Array:
         """See ``Memory.array``."""
@@ -56,15 +69,16 @@ class GpuMemory:
         memory = cuda.UnownedMemory(address, nbytes, None, self._device)
         return self._cupy.ndarray(shape, kind, cuda.MemoryPointer(memory, 0))
 
-    def stream(self, frame: Frame) -> AbstractContextManager[object]:
+    @contextmanager
+    def stream(self, frame: Frame) -> Iterator[None]:
         """See ``Memory.stream``."""
         address = frame.stream()
         found = self._streams.get(address)
         if found is None:
             made = self._cupy.cuda.Stream.from_external(StreamAddress(address))
             found = self._streams[address] = made
-        stream: AbstractContextManager[object] = found
-        return stream
+        with found, self._engine.joined_captures():
+            yield
 
     def put(self, to: Array, source: Array) -> None:
         """See ``Memory.put``."""

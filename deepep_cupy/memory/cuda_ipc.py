@@ -5,8 +5,10 @@ CuPy is imported when a class here is made, never at import.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from deepep_cupy.memory.block import Block, BlockOwner
 from deepep_cupy.memory.free_list import Stream
 from deepep_cupy.memory.pool import Pool
 from deepep_cupy.memory.region import MemoryCallError, SymmetricRegion
+from deepep_cupy.memory.stream_clock import JOINED
 from deepep_cupy.ranks.group import Group
 
 __all__ = ["CudaMemory", "CupyEvents", "PoolArrays", "Recorded", "device_uuid", "open_region"]
@@ -148,6 +151,17 @@ class CupyEvents:
         self._new: Any = cuda.Event
         self._error: type[Exception] = cuda.runtime.CUDARuntimeError
         self._spare: deque[Any] = deque()
+        self._thread = threading.local()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within it, what this thread captures becomes part of graphs that all run on one stream,
+        one after the other: ``capture_id`` is ``JOINED`` for each of them."""
+        self._thread.joined = True
+        try:
+            yield
+        finally:
+            self._thread.joined = False
 
     def record(self, stream: Any) -> Recorded:
         """See ``EventSource``."""
@@ -175,6 +189,8 @@ class CupyEvents:
             if _status(error) in (_CAPTURE_IMPLICIT, _CAPTURE_INVALIDATED):
                 return -1
             raise
+        if getattr(self._thread, "joined", False):
+            return JOINED
         from cuda.bindings import driver
 
         status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream.ptr)

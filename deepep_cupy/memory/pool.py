@@ -19,7 +19,8 @@ Life of a block::
   (``SizeCache``). Where other requests need the room, cached memory is free like all other.
 * Under capture only memory is handed out of which the host knows that all work on it is over: a
   graph cannot contain a wait for work queued before its capture, and no event may be touched
-  meanwhile. What was made in a capture is reused in that capture alone, on the same stream.
+  meanwhile. What was made in a capture is reused in that capture alone, on the same stream;
+  what was made in captures that are ``JOINED``, in all of them.
 * Blocks of a 64th of the pool and more are stacked from the low end, the others from the high
   end. A worst-case block that is shrunk as soon as its size is known leaves its tail next
   to the free memory behind it, so that the next worst-case block fits; no small block lies between.
@@ -43,7 +44,7 @@ from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block, BlockOwner, round_up
 from deepep_cupy.memory.free_list import FreeList, Segment, Stamp, Stream
 from deepep_cupy.memory.size_cache import SizeCache
-from deepep_cupy.memory.stream_clock import MAX_FACTS, EventSource, StreamClock
+from deepep_cupy.memory.stream_clock import JOINED, MAX_FACTS, EventSource, StreamClock
 from deepep_cupy.protocol.control_block import ALIGNMENT
 from deepep_cupy.protocol.headers import Refusal, RefusalCode
 
@@ -414,12 +415,12 @@ class Pool:
     def _find_captured(
         self, nbytes: int, stream: Stream, capture: int
     ) -> tuple[FreeList, int | None]:
-        def same_stream(segment: Segment) -> bool:
-            return all(other == stream for other in segment.pending)
+        def in_order(segment: Segment) -> bool:
+            return capture == JOINED or all(other == stream for other in segment.pending)
 
         graph = self._graphs.get(capture)
         if graph is not None:
-            offset = graph.first_fit(nbytes, same_stream)
+            offset = graph.first_fit(nbytes, in_order)
             if offset is not None:
                 return graph, offset
         return self._free, self._free.last_fit(nbytes, self._clock.is_clean)

@@ -18,8 +18,11 @@ from typing import Any, Protocol
 
 from deepep_cupy.memory.free_list import Segment, Stamp, Stream
 
-__all__ = ["EventSource", "StreamClock"]
+__all__ = ["JOINED", "EventSource", "StreamClock"]
 
+JOINED = 1 << 62
+"""``EventSource.capture_id`` of all captures whose graphs run on one stream, one after the other:
+memory that one of them has given back the next may use."""
 MAX_FACTS = 64
 """Streams that are remembered: a program that makes a new stream for each call must not grow."""
 
@@ -40,8 +43,8 @@ class EventSource(Protocol):
         ...
 
     def capture_id(self, stream: Stream) -> int:
-        """0: not capturing. Above 0: a number of the capture, unique in the process. Below 0: the
-        stream cannot be used now, because another stream's capture forbids it."""
+        """0: not capturing. Above 0: a number of the capture, unique in the process, or ``JOINED``.
+        Below 0: the stream cannot be used now, because another stream's capture forbids it."""
         ...
 
 

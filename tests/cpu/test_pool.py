@@ -12,6 +12,7 @@ import pytest
 
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.pool import Pool, PoolExhaustedError
+from deepep_cupy.memory.stream_clock import JOINED
 from deepep_cupy.protocol.control_block import ALIGNMENT
 from deepep_cupy.protocol.headers import OFFSET_UNIT, RefusalCode
 
@@ -337,6 +338,21 @@ def test_a_capture_reuses_its_own_memory_on_the_same_stream_only(pool, events):
     events.captures["g"] = 8
     with pytest.raises(PoolExhaustedError, match="before the capture"):
         pool.alloc(40 * MIB, "g")
+    assert events.calls == []
+
+
+def test_joined_captures_reuse_memory_on_every_stream_and_nobody_else_does(pool, events):
+    events.captures.update(g=JOINED, h=JOINED)
+    first = pool.alloc(40 * MIB, "g")
+    pool.free(first)
+    again = pool.alloc(40 * MIB, "h")
+    assert again.offset == first.offset
+    pool.free(again)
+    with pytest.raises(PoolExhaustedError):
+        pool.alloc(40 * MIB, "s")
+    events.captures["h"] = 8
+    with pytest.raises(PoolExhaustedError):
+        pool.alloc(40 * MIB, "h")
     assert events.calls == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from deepep_cupy.memory import cuda_ipc
 from deepep_cupy.memory.cuda_ipc import CudaMemory, CupyEvents, PoolArrays
 from deepep_cupy.memory.pool import Pool
 from deepep_cupy.memory.region import MemoryCallError
+from deepep_cupy.memory.stream_clock import JOINED
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BASE = 0x7F0000000000
@@ -215,6 +217,13 @@ def test_capture_id(runtime, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     assert events.capture_id(stream) == 42
+    with events.joined():
+        assert events.capture_id(stream) == JOINED
+        other = threading.Thread(target=lambda: others.append(events.capture_id(stream)))
+        others = []
+        other.start()
+        other.join()
+    assert others == [events.capture_id(stream)] == [42]
     runtime.status = 906
     assert events.capture_id(stream) == -1
     runtime.status = 719

@@ -15,6 +15,9 @@ import time
 from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cuda")
+if os.environ["JAX_PLATFORMS"] == "cuda":  # programs as short as these are recorded too
+    wanted = "--xla_gpu_graph_min_graph_size=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {wanted}"
 
 import jax
 import jax.numpy as jnp
@@ -419,6 +422,57 @@ def found_after_the_program(buffer):
     poisoned, and after a meeting the Buffer goes on."""
     x, idx, _ = inputs(RANK)
     step = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).handle.num_recv_tokens)
+    twice = idx.copy()
+    if RANK == SIZE - 1:
+        twice[3] = 1
+    assert int(step(x, twice)) == 0
+    with pytest.raises(ContractError, match="same expert twice"):
+        ep.check(buffer)
+    comm.barrier()
+    assert int(step(x, idx)) > 0
+    ep.check(buffer)
+
+
+@on_gpu
+def replays_call_no_python(buffer):
+    """XLA records calls and replays them: fresh inputs each time, in memory that moves. What it
+    records over and over takes the pool's memory once."""
+    attached = ep.attached.attached(buffer, "test")
+    ran, run = [], attached.run
+    attached.run = lambda site, frame: (ran.append(site.operation), run(site, frame))
+    pool = buffer._engine._runtime.pool
+    step = jax.jit(partial(layer, buffer, W1[MINE], W2[MINE]))
+    kept, captured, number = [], [], 0
+    for _ in range(4):
+        for _ in range(25):
+            x, idx, weights = inputs(RANK, seed=number)
+            out = step(jnp.array(x), jnp.array(idx), jnp.array(weights))
+            close(out, mixed(x, idx, weights, W1, W2))
+            kept = [*kept[-(number % 7) :], out]  # so that XLA's memory is not always the same
+            number += 1
+        captured.append(pool.statistics().captured)
+    ep.check(buffer)
+    if RANK == 0:
+        print(f"{len(ran)} calls of Python for {2 * number}, {captured} bytes captured", flush=True)
+    assert 0 < captured[1] == captured[-1]
+    assert len(ran) < 2 * number, len(ran)
+    given = jnp.array(x), jnp.array(idx), jnp.array(weights)
+    for _ in range(10):
+        jax.block_until_ready(step(*given))
+    before = len(ran)
+    for _ in range(50):
+        jax.block_until_ready(step(*given))
+    assert len(ran) - before < 10, len(ran) - before
+    del attached.run
+
+
+@on_gpu
+def refused_in_a_replay(buffer):
+    """What only values show, in a program that is replayed: every rank hears of it."""
+    x, idx, _ = inputs(RANK)
+    step = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).handle.num_recv_tokens)
+    for _ in range(5):
+        assert int(step(x, idx)) > 0
     twice = idx.copy()
     if RANK == SIZE - 1:
         twice[3] = 1

@@ -15,12 +15,14 @@ from deepep_cupy.jax.ffi import LAYOUT  # noqa: E402 - JAX may be missing
 
 WORKER = Path(__file__).with_name("jax_worker.py")
 SHARDS = Path(__file__).with_name("shard_worker.py")
+RUN = Path(__file__).parents[1] / "mpi" / "with_fault.py"
+ON_CPUS = {"JAX_PLATFORMS": "cpu"}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "08_jax_digits.py"
 
 
 @pytest.mark.mpi
 def test_programs_on_the_ranks(num_ranks):
-    run = run_ranks(WORKER, num_ranks, limit_s=280, environment={"JAX_PLATFORMS": "cpu"})
+    run = run_ranks(WORKER, num_ranks, limit_s=280, environment=ON_CPUS)
     run.check()
     done = re.findall(r"s (\w+)$", run.outputs[0], re.MULTILINE)
     assert (
@@ -28,6 +30,17 @@ def test_programs_on_the_ranks(num_ranks):
         == len(set(done))
         == len(re.findall(r"^@(?:scenario|on_cpu)$", WORKER.read_text(), re.MULTILINE))
     )
+
+
+@pytest.mark.mpi
+def test_bench(num_ranks):
+    sizes = ("--tokens", "3,9", "--hidden", "16", "--experts", "24", "--topk", "2")
+    command = ("none", "deepep_cupy", "bench", "jax", *sizes, "--repeats", 2)
+    run = run_ranks(RUN, num_ranks, *command, environment=ON_CPUS)
+    run.check()
+    names = re.findall(r"^ +[39]  (eager|jax.jit) +\d+$", run.outputs[0], re.MULTILINE)
+    assert names == 2 * ["eager", "jax.jit"], run
+    assert "equal, to the bit" in run.outputs[0]
 
 
 @pytest.mark.mpi
@@ -41,7 +54,7 @@ def test_shard_map(num_ranks):
 def test_the_example_learns(num_ranks):
     if 8 % num_ranks:
         pytest.skip("8 experts are for 1, 2, 4 or 8 ranks")
-    run = run_ranks(EXAMPLE, num_ranks, limit_s=200, environment={"JAX_PLATFORMS": "cpu"})
+    run = run_ranks(EXAMPLE, num_ranks, limit_s=200, environment=ON_CPUS)
     run.check()
     assert re.search(r"^OK: .* the dense layer's", run.outputs[0], re.MULTILINE), run
 

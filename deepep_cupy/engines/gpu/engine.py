@@ -9,6 +9,7 @@ order, and turns reports into arrays and errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -167,6 +168,19 @@ class CudaEngine:
     def comm_stream(self) -> Stream:
         """See ``Engine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""
         return self._runtime.queue.comm
+
+    def joined_captures(self) -> AbstractContextManager[None]:
+        """Within it, operations captured by this thread are of graphs that are launched on one
+        stream, one after the other: they share memory of the pool, and whoever launches them keeps
+        their inputs."""
+        return self._runtime.queue.events.joined()
+
+    def settle(self) -> None:
+        """Wait for the GPU; then all free memory of the pool may be captured. Local."""
+        with self._device:
+            seen = self._runtime.pool.checkpoint()
+            self._cupy.cuda.runtime.deviceSynchronize()
+            self._runtime.pool.completed(seen)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """See ``Engine.empty``."""

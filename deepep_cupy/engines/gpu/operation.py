@@ -32,6 +32,7 @@ from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block
 from deepep_cupy.memory.cuda_ipc import CupyEvents, Recorded
+from deepep_cupy.memory.stream_clock import JOINED
 from deepep_cupy.protocol.headers import (
     ARGUMENTS,
     MAX_TAG,
@@ -123,7 +124,10 @@ class DeviceOrder:
 
     def enter_captured(self, stream: Stream, events: CupyEvents, capture: int) -> None:
         """Make ``stream``, which is being captured, wait for the last operation of that graph. Its
-        user orders a graph and launches outside of it, by the stream the graph is launched on."""
+        user orders a graph and launches outside of it, by the stream the graph is launched on, and
+        whoever joins captures orders all operations in them."""
+        if capture == JOINED:
+            return
         if self._captured is not None:
             number, last = self._captured
             if number == capture and last.ptr != stream.ptr:
@@ -145,6 +149,7 @@ class Retention:
         device: CUDA ordinal.
 
     Attributes:
+        captured: Whether graphs have operations.
         kept: Events, and what is kept until they are over.
         returned: Borrowed memory that has no reference left, and the streams that used it.
     """
@@ -158,11 +163,7 @@ class Retention:
         self.kept: deque[tuple[Sequence[Recorded], object]] = deque()
         self.returned: deque[tuple[Pointer, Users]] = deque()
         self._for_ever: list[object] = []
-
-    @property
-    def captured(self) -> bool:
-        """Whether graphs use anything."""
-        return bool(self._for_ever)
+        self.captured = False
 
     def until(self, event: Recorded, objects: object) -> None:
         """Keep ``objects`` until ``event`` is over."""
@@ -170,6 +171,7 @@ class Retention:
 
     def for_ever(self, objects: object) -> None:
         """Keep ``objects`` until ``clear``."""
+        self.captured = True
         self._for_ever.append(objects)
 
     def borrow(self, nbytes: int, stream: Stream, user: Stream) -> tuple[Pointer, Borrowed]:
@@ -204,6 +206,7 @@ class Retention:
         self.kept.clear()
         self.returned.clear()
         self._for_ever.clear()
+        self.captured = False
 
 
 class Borrowed:
@@ -482,7 +485,9 @@ class Operation:
         kept, self._kept = self._kept, []
         if call is not None:
             kept.extend(call.kept)
-        if self.capture != 0:
+        if self.capture == JOINED:
+            retention.captured = True  # who joins captures keeps what they use
+        elif self.capture != 0:
             retention.for_ever((call, kept))
         if self.current is self.stream:
             if kept and self.capture == 0:
