@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("jax_worker.py")
 SHARDS = Path(__file__).with_name("shard_worker.py")
 RUN = Path(__file__).parents[1] / "mpi" / "with_fault.py"
 ON_CPUS = {"JAX_PLATFORMS": "cpu"}
-EXAMPLE = Path(__file__).parents[2] / "examples" / "08_jax_digits.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.mpi
@@ -44,6 +44,25 @@ def test_bench(num_ranks):
 
 
 @pytest.mark.mpi
+def test_decoding_and_programs_from_the_persistent_cache(num_ranks, tmp_path):
+    if 8 % num_ranks:
+        pytest.skip("8 experts are for 1, 2, 4 or 8 ranks")
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    kept = []
+    for _ in range(2):
+        run = run_ranks(EXAMPLES / "10_jax_decode.py", num_ranks, environment={**ON_CPUS, **cache})
+        run.check()
+        assert "OK: scores of all 48 steps are the dense block's" in run.outputs[0]
+        kept.append({path.name for path in tmp_path.rglob("jit_step*-cache")})
+    assert kept[0]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.mpi
 def test_shard_map(num_ranks):
     run = run_ranks(SHARDS, num_ranks, limit_s=120)
     run.check()
@@ -54,7 +73,7 @@ def test_shard_map(num_ranks):
 def test_the_example_learns(num_ranks):
     if 8 % num_ranks:
         pytest.skip("8 experts are for 1, 2, 4 or 8 ranks")
-    run = run_ranks(EXAMPLE, num_ranks, limit_s=200, environment=ON_CPUS)
+    run = run_ranks(EXAMPLES / "08_jax_digits.py", num_ranks, limit_s=200, environment=ON_CPUS)
     run.check()
     assert re.search(r"^OK: .* the dense layer's", run.outputs[0], re.MULTILINE), run
 
