@@ -80,6 +80,9 @@ class Buffer:
         timeout_s: Seconds a rank waits for the others before ``PeerTimeoutError``.
         ranks_per_node: Take each so many ranks in a row, of one machine, for a node; None: what
             ``DEEPEP_CUPY_RANKS_PER_NODE`` says, and else nodes are machines.
+        low_latency_tokens: M', the most tokens a rank dispatches in a low-latency call, up to 4096
+            and M; 0: no such calls, and no memory for them.
+        low_latency_in_flight: How many low-latency calls may be sent and not yet received, 1 to 4.
 
     Raises:
         ContractError: On every rank, when an argument is wrong or differs between ranks.
@@ -102,6 +105,8 @@ class Buffer:
         device: int | None = None,
         timeout_s: float = 100.0,
         ranks_per_node: int | None = None,
+        low_latency_tokens: int = 0,
+        low_latency_in_flight: int = 1,
     ) -> None:
         log.set_up()
         arguments = BufferArguments(
@@ -116,6 +121,8 @@ class Buffer:
             device=device,
             timeout_s=timeout_s,
             ranks_per_node=env.ranks_per_node() if ranks_per_node is None else ranks_per_node,
+            low_latency_tokens=low_latency_tokens,
+            low_latency_in_flight=low_latency_in_flight,
         )
         print_errors_once()
         group = _make_group(comm)
@@ -141,7 +148,12 @@ class Buffer:
             self._engine.modes,
             self._engine.import_scales,
         )
-        self._calls = CallCache(self._checker, self._engine.array_key, self.num_max_tokens_per_rank)
+        self._calls = CallCache(
+            self._checker,
+            self._engine.array_key,
+            self.num_max_tokens_per_rank,
+            self._spec.low_latency_tokens,
+        )
         self._num_sms: int | None = None
         inside = _call_lock(self._engine.name)
         self._life = Lifecycle(self._spec, group, board, guard, self._engine, inside)
@@ -167,6 +179,8 @@ class Buffer:
         * ``"stats"``: ``cumulative_local_expert_recv_stats=``.
         * ``"events"``: ``previous_event=``, ``async_finish=True``, ``capture()``.
         * ``"out"``: ``combine(out=)``.
+        * ``"low_latency"``: ``dispatch(low_latency=True)``, in a Buffer with
+          ``low_latency_tokens``.
         """
         return self._engine.modes
 
@@ -202,6 +216,11 @@ class Buffer:
         """M, the most tokens a rank dispatches in one call."""
         return self._spec.num_max_tokens_per_rank
 
+    @property
+    def low_latency_tokens(self) -> int:
+        """M', the most tokens a rank dispatches in one low-latency call; 0: there are none."""
+        return self._spec.low_latency_tokens
+
     @staticmethod
     @suggest_keywords
     def size_hint(
@@ -214,6 +233,8 @@ class Buffer:
         dtype: Any = "bfloat16",
         do_expand: bool = False,
         expert_alignment: int = 1,
+        low_latency_tokens: int = 0,
+        low_latency_in_flight: int = 1,
     ) -> int:
         """Bytes of GPU memory per rank that a Buffer of these sizes needs.
 
@@ -234,6 +255,9 @@ class Buffer:
                 ``num_max_tokens_per_rank`` * min(K, El) + El * (``expert_alignment`` - 1) rows
                 for El local experts.
             expert_alignment: Of those dispatches.
+            low_latency_tokens: As for the constructor; there is room for two live results of
+                ``low_latency_dispatch``, ``num_ranks`` * M' rows for each local expert.
+            low_latency_in_flight: As for the constructor.
 
         Raises:
             ContractError: An argument is wrong.
@@ -250,6 +274,8 @@ class Buffer:
             device=None,
             timeout_s=1,
             ranks_per_node=None,
+            low_latency_tokens=low_latency_tokens,
+            low_latency_in_flight=low_latency_in_flight,
         )
         complaint = (
             wrong_number("num_ranks", num_ranks, 1, MAX_RANKS)
@@ -362,13 +388,14 @@ class Buffer:
         do_zero_padding: bool = False,
         cumulative_local_expert_recv_stats: Any = None,
         tag: int | None = None,
+        low_latency: bool = False,
     ) -> DispatchResult:
         """Send each token to every rank that holds one of its chosen experts, once a rank.
 
         Collective: yes.  Stream: current, or the communication stream with ``previous_event`` or
         ``async_finish``; ``x`` must be ready there on every rank, or other ranks' results are
         wrong.  Host sync: yes, for the counts; no with ``num_worst_tokens``,
-        ``do_cpu_sync=False`` or ``handle``.
+        ``do_cpu_sync=False``, ``low_latency=True`` or ``handle``.
 
         Exactly one of ``topk_idx``, ``is_token_in_rank``, ``dest`` and ``handle`` decides where
         the rows go; the counts that DeepEP needs beside them are checked for their shape and not
@@ -422,6 +449,11 @@ class Buffer:
                 calls with different tags all raise. None: a call in a graph is told from others by
                 its number among this rank's captured calls, so that graphs meet only graphs
                 captured in one order.
+            low_latency: For few tokens a rank, at most ``low_latency_tokens``: rows go without a
+                question to a place that is kept for them at each receiver. Results are those of
+                the same call with ``num_worst_tokens`` (R * M' where it is not given). With
+                ``topk_idx`` alone, not with ``handle``, a mask or ``do_cpu_sync=True``. The
+                combine of its handle goes the same way by itself; no dispatch takes the handle.
             num_tokens_per_rank: DeepEP's, not needed: ``[R]`` int32, checked and not used.
             num_tokens_per_rdma_rank: DeepEP's, not needed: ``[nodes]`` int32, checked, not used.
             num_tokens_per_expert: DeepEP's, not needed: ``[E]`` int32, checked and not used.
@@ -472,6 +504,7 @@ class Buffer:
                 do_expand,
                 do_zero_padding,
                 tag,
+                low_latency,
             ),
             dest,
         )

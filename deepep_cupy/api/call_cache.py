@@ -40,7 +40,9 @@ _MASK = Layout.MASK
 _MOST_PLANS = 160
 
 
-def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int) -> Key | None:
+def dispatch_key(
+    given: DispatchArguments, array_key: ArrayKey, most_tokens: int, most_low_latency: int = 0
+) -> Key | None:
     """The key of a dispatch's plan; None: only the checks can tell what this call is."""
     x, scales, handle, options = given.x, None, given.handle, given.options
     topk_idx, weights = given.topk_idx, given.topk_weights
@@ -54,7 +56,7 @@ def dispatch_key(given: DispatchArguments, array_key: ArrayKey, most_tokens: int
     if seen is None or len(seen[0]) != 2:
         return None
     tokens, hidden = seen[0]
-    if tokens > most_tokens:
+    if tokens > most_tokens or (options.low_latency and tokens > most_low_latency):
         return None
     kind = of_scales = of_choices = of_weights = of_others = None
     if handle is not None:
@@ -183,6 +185,7 @@ def _kind(handle: DispatchHandle) -> tuple[object, ...]:
         signature.layout is _MASK,
         routing.expanded,
         routing.expert_alignment,
+        routing.low_latency,
     )
 
 
@@ -193,12 +196,16 @@ class CallCache:
         checker: The Buffer's checks.
         array_key: ``Engine.array_key``.
         most_tokens: M of the Buffer.
+        most_low_latency: M' of the Buffer.
     """
 
-    def __init__(self, checker: Checker, array_key: ArrayKey, most_tokens: int) -> None:
+    def __init__(
+        self, checker: Checker, array_key: ArrayKey, most_tokens: int, most_low_latency: int = 0
+    ) -> None:
         self._checker = checker
         self._array_key = array_key
         self._most_tokens = most_tokens
+        self._most_low_latency = most_low_latency
         self._dispatches: PlanCache[DispatchPlan] = PlanCache()
         self._combines: PlanCache[CombinePlan] = PlanCache()
 
@@ -208,7 +215,7 @@ class CallCache:
         Raises:
             ContractError: An argument is wrong. Carries a refusal.
         """
-        key = dispatch_key(given, self._array_key, self._most_tokens)
+        key = dispatch_key(given, self._array_key, self._most_tokens, self._most_low_latency)
         plan = self._dispatches.find(key)
         if plan is None:
             checked, plan = self._checker.dispatch(given)

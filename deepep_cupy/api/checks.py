@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from deepep_cupy.api import routes
+from deepep_cupy.api import low_latency_checks, routes
 from deepep_cupy.api.arguments import ArgumentChecker, Shape
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.values import is_int, resolve_dtype
@@ -62,6 +62,7 @@ class Checker(ArgumentChecker):
         quantize = self._quantization(options)
         x, scales, view = self._rows_and_scales(given, quantize)
         num_tokens, spec = len(x), self._spec
+        low_latency = low_latency_checks.is_one(self, spec, given, num_tokens)
         if num_tokens > spec.num_max_tokens_per_rank:
             refusal = Refusal(RefusalCode.TOO_MANY_TOKENS, num_tokens)
             limit = spec.num_max_tokens_per_rank
@@ -112,6 +113,7 @@ class Checker(ArgumentChecker):
             num_sms=self.num_sms("dispatch", options.config) or options.num_sms,
             streams=self.streams_of_plan("dispatch", given.previous_event, options),
             tag=self.tag("dispatch", options.tag),
+            low_latency=low_latency,
         )
 
     def _wrong(self, argument: str, complaint: str) -> NoReturn:
@@ -194,6 +196,11 @@ class Checker(ArgumentChecker):
     ) -> DispatchHandle:
         if given.topk_idx is not None:
             self._wrong("topk_idx", "must not be given together with a handle, which fixes it")
+        if handle.low_latency:
+            self._wrong(
+                "handle",
+                "must not be of a low-latency dispatch, whose ways are not kept for other rows",
+            )
         if handle.num_tokens != num_tokens:
             self._wrong(
                 "x",
@@ -241,7 +248,8 @@ class Checker(ArgumentChecker):
 
     def _worst(self, options: DispatchOptions, handle: DispatchHandle | None) -> int | None:
         """``num_worst_tokens``, or None where the host waits; ``do_cpu_sync`` says it too."""
-        most = self._spec.max_recv_tokens
+        spec, never_waits = self._spec, bool(options.low_latency)
+        most = spec.max_low_latency_recv_tokens if never_waits else spec.max_recv_tokens
         worst = self.number("dispatch", "num_worst_tokens", options.num_worst_tokens, 0, most)
         sync = options.do_cpu_sync
         sync = None if sync is None else self.flag("dispatch", "do_cpu_sync", sync)
@@ -257,7 +265,9 @@ class Checker(ArgumentChecker):
             return None
         if worst and sync:
             self._wrong("do_cpu_sync", "must not be True with num_worst_tokens")
-        if not worst and sync is not False:
+        if sync and never_waits:
+            self._wrong("do_cpu_sync", "must not be True with low_latency=True, which never waits")
+        if not worst and sync is not False and not never_waits:
             return None
         self.need("dispatch", "num_worst_tokens" if worst else "do_cpu_sync", "no_wait")
         return worst or most
@@ -303,6 +313,13 @@ class Checker(ArgumentChecker):
             shape = {"num_recv_tokens": len(rows), "num_topk": known.signature.num_topk}
         weights = None
         if given.topk_weights is not None:
+            if known.low_latency:
+                self.refuse(
+                    "combine",
+                    "topk_weights",
+                    "must not be given with a handle of a low-latency dispatch, where no weights "
+                    "go back (row_weights are multiplied into the rows)",
+                )
             weights = self.weights(
                 "combine", "topk_weights", given.topk_weights, shape, known.signature
             )

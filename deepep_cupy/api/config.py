@@ -21,6 +21,9 @@ from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE, NodeMap, Place, map_n
 from deepep_cupy.protocol.sizes import (
     MAX_BLOCKS_WANTED,
     MAX_EXPERTS,
+    MAX_LOW_LATENCY_EXPERTS,
+    MAX_LOW_LATENCY_IN_FLIGHT,
+    MAX_LOW_LATENCY_TOKENS,
     MAX_ROW_BYTES,
     MAX_ROWS,
     MAX_TIMEOUT_S,
@@ -91,6 +94,8 @@ class BufferArguments:
     device: Any
     timeout_s: Any
     ranks_per_node: Any
+    low_latency_tokens: Any = 0
+    low_latency_in_flight: Any = 1
 
     def complaint(self, num_ranks: int) -> str | None:
         """What is wrong with them, as far as one rank can tell; ``None`` if nothing is."""
@@ -103,6 +108,8 @@ class BufferArguments:
             ("num_sms", 1, MAX_BLOCKS_WANTED, True),
             ("device", 0, 1 << 16, True),
             ("ranks_per_node", 1, 1 << 16, True),
+            ("low_latency_tokens", 0, MAX_LOW_LATENCY_TOKENS, False),
+            ("low_latency_in_flight", 1, MAX_LOW_LATENCY_IN_FLIGHT, False),
         ):
             value = getattr(self, name)
             if value is None and optional:
@@ -120,7 +127,28 @@ class BufferArguments:
                 f"argument 'num_experts' must be given where num_topk = {self.num_topk}; "
                 f"num_topk=0 is for dispatch by is_token_in_rank alone"
             )
-        return self._complaint_about_the_rest() or self._complaint_about_products(num_ranks)
+        return (
+            self._complaint_about_the_rest()
+            or self._complaint_about_products(num_ranks)
+            or self._complaint_about_low_latency()
+        )
+
+    def _complaint_about_low_latency(self) -> str | None:
+        tokens, most = self.low_latency_tokens, self.num_max_tokens_per_rank
+        if not tokens:
+            return None
+        if tokens > most:
+            return (
+                f"argument 'low_latency_tokens' must be at most num_max_tokens_per_rank = {most}, "
+                f"got {tokens}"
+            )
+        if self.num_topk == 0 or self.num_experts > MAX_LOW_LATENCY_EXPERTS:
+            return (
+                f"argument 'low_latency_tokens' needs num_topk >= 1 and at most "
+                f"{MAX_LOW_LATENCY_EXPERTS} experts, got num_topk = {self.num_topk} and "
+                f"num_experts = {self.num_experts}"
+            )
+        return None
 
     def _complaint_about_the_rest(self) -> str | None:
         seconds = self.timeout_s
@@ -196,6 +224,8 @@ class BufferArguments:
             num_sms=None if self.num_sms is None else int(self.num_sms),
             dtype=dtype.name,
             itemsize=dtype.itemsize,
+            low_latency_tokens=int(self.low_latency_tokens),
+            low_latency_in_flight=int(self.low_latency_in_flight),
         )
 
 
@@ -232,7 +262,12 @@ def _nodes(arguments: BufferArguments, places: list[Place], me: int) -> NodeMap:
     pretended = arguments.ranks_per_node
     nodes = map_nodes(places, None if pretended is None else int(pretended))
     if isinstance(nodes, NodeMap):
-        return nodes
+        if nodes.num_nodes == 1 or not arguments.low_latency_tokens:
+            return nodes
+        nodes = (
+            f"argument 'low_latency_tokens' must be 0 on several nodes ({nodes.num_nodes} here): "
+            f"low-latency calls work within one, got {arguments.low_latency_tokens}"
+        )
     kind = ContractError if nodes.startswith("argument") else PlatformError
     error = kind(f"Buffer(): {nodes}.")
     error.printed_elsewhere = me > 0

@@ -109,6 +109,12 @@ class DispatchHandle:
         """Of the dispatch."""
         return self.routing.expert_alignment
 
+    @property
+    def low_latency(self) -> bool:
+        """Whether a dispatch with ``low_latency=True`` made it: its combine goes that way too, and
+        no later dispatch takes it."""
+        return self.routing.low_latency
+
     def expert_slices(self) -> Any:
         """Where the rows of each local expert begin and end in ``recv_x`` and in what ``combine``
         takes; rows that only fill up to ``expert_alignment`` are left out. Expanded layout.
@@ -153,7 +159,7 @@ class DispatchHandle:
         if self.do_expand:
             words.append("expanded")
         if not self.counts_known:
-            words.append("no wait")
+            words.append("low latency" if self.low_latency else "no wait")
         arrays = ((name, getattr(self, name)) for name in _SHOWN)
         words += [f"{name}={shape_of(array)}" for name, array in arrays if array is not None]
         return f"DispatchHandle({', '.join(words)})"

@@ -201,6 +201,30 @@ class Routing(Protocol):
         ...
 
     @property
+    def low_latency(self) -> bool:
+        """Whether a low-latency dispatch made it: its combine goes that way too."""
+        ...
+
+    @property
+    def expert_rows(self) -> int:
+        """Of ``DispatchPlan``. Where it is not 0, row i of local expert e is row ``e *
+        expert_rows + i`` in ``expanded_row``, and ``psum_expert_rows[e] = e * expert_rows +
+        expert_counts[e]``."""
+        ...
+
+    @property
+    def recv_src_info(self) -> Array | None:
+        """``[El, expert_rows]`` int32, token number on its source rank of each row; entries
+        behind the real ones are undefined. None without ``expert_rows``."""
+        ...
+
+    @property
+    def recv_layout_range(self) -> Array | None:
+        """``[El, R]`` int64: first row of each source rank among the expert's rows << 32 | how
+        many they are. None without ``expert_rows``."""
+        ...
+
+    @property
     def num_rows(self) -> int:
         """Rows of ``recv_x``, and of the ``x`` that combine takes."""
         ...
@@ -247,6 +271,7 @@ class DispatchOptions(NamedTuple):
     do_expand: Any = None
     do_zero_padding: Any = False
     tag: Any = None
+    low_latency: Any = False
 
 
 class DispatchArguments(NamedTuple):
@@ -330,6 +355,15 @@ class DispatchPlan(CallPlan):
             behind the last expert's are undefined either way.
         num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
         streams: Where the calls run, without the event that a call begins after.
+        low_latency: Rows go unasked to a fixed place at each receiver. With ``topk_idx``, at most
+            ``BufferSpec.low_latency_tokens`` tokens, and ``num_worst_tokens`` always.
+        expert_rows: R * M of DeepEP V1's layout, else 0: an expanded layout (``expand`` is true)
+            in which each local expert has this many rows, and its real ones are the first of
+            them; ``num_worst_tokens`` is as many. With ``quantize`` the scales' memory is
+            ``[El, S, expert_rows]``. M is the number that this rank gave the call: the ranks
+            compare it (``protocol.headers.layout_word``).
+        hook: Send, and return: ``DispatchOutput.receive`` does the rest. Never with
+            ``streams`` but ``HERE``.
     """
 
     view: np.dtype[Any] | None = None
@@ -343,6 +377,9 @@ class DispatchPlan(CallPlan):
     zero_padding: bool = False
     num_sms: int | None = None
     streams: Streams = HERE
+    low_latency: bool = False
+    expert_rows: int = 0
+    hook: bool = False
 
     def call(self, given: DispatchArguments) -> DispatchCall:
         """The call for the engine. ``given``: arrays are the engine's."""
@@ -395,6 +432,8 @@ class DispatchCall:
         streams: Where it runs.
         plan: Shared with alike calls.
         kept: Arrays of other libraries, to be kept until the call is over; see ``imported``.
+        wait_stats: ``[R]`` int64, to which the call adds the cycles of the GPU's clock that it
+            waited for each source's rows (host engine: none), or ``None``. Low latency.
     """
 
     x: Array
@@ -407,6 +446,7 @@ class DispatchCall:
     streams: Streams = HERE
     plan: DispatchPlan = field(default_factory=DispatchPlan)
     kept: tuple[object, ...] = ()
+    wait_stats: Array | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -422,12 +462,14 @@ class CombinePlan(CallPlan):
             first adds its ranks' rows of a token (expanded: their sums of copies) and rounds.
         num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
         streams: Where the calls run, without the event that a call begins after.
+        hook: As in ``DispatchPlan``, with a routing that is ``low_latency``.
     """
 
     own: bool = False
     reduce: Reduce = "exact"
     num_sms: int | None = None
     streams: Streams = HERE
+    hook: bool = False
 
     def call(self, given: CombineArguments) -> CombineCall:
         """The call for the engine. ``given``: arrays are the engine's."""
@@ -461,6 +503,10 @@ class CombineCall:
         streams: Where it runs.
         plan: Shared with alike calls.
         kept: Arrays of other libraries, to be kept until the call is over; see ``imported``.
+        token_weights: ``routing.expert_rows`` only, never with ``row_weights``: ``[T, K]``
+            float32 weights of this rank's choices. They go to the ranks that hold the copies, and
+            count there as ``row_weights``.
+        wait_stats: As in ``DispatchCall``.
     """
 
     x: Array
@@ -472,6 +518,8 @@ class CombineCall:
     streams: Streams = HERE
     plan: CombinePlan = field(default_factory=CombinePlan)
     kept: tuple[object, ...] = ()
+    token_weights: Array | None = None
+    wait_stats: Array | None = None
 
 
 def imported(given: tuple[object, ...], checked: tuple[object, ...]) -> tuple[object, ...]:

@@ -22,6 +22,8 @@ mode             what a call may have then
 ``stats``        ``DispatchCall.recv_stats``
 ``events``       ``streams`` of both calls, ``capture``, ``comm_stream``
 ``out``          ``CombineCall.out``
+``low_latency``  ``DispatchPlan.low_latency``, its ``expert_rows`` and ``hook``, and combines of
+                 such routings
 ===============  =========================================================================
 
 ``no_wait`` and ``expand`` imply ``expert_counts`` for the calls that use them, and every
@@ -30,7 +32,7 @@ combination of the modes an engine names is possible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -47,7 +49,17 @@ __all__ = [
 ]
 
 ALL_MODES = frozenset(
-    {"scales", "quantize", "no_wait", "expand", "expert_counts", "stats", "events", "out"}
+    {
+        "scales",
+        "quantize",
+        "no_wait",
+        "expand",
+        "expert_counts",
+        "stats",
+        "events",
+        "out",
+        "low_latency",
+    }
 )
 """Every mode there is."""
 
@@ -69,6 +81,10 @@ class DispatchOutput:
         recv_scales: ``[routing.num_rows, S]``, dtype of the scales (float32, or int32 for
             ``use_ue8m0``), in the order ``scales_layout``; ``None`` without scales.
         event: When the operation is done; always with ``async_finish``, else ``None``.
+        receive: Of a call with ``plan.hook``, else ``None``: queues the receiving half on the
+            stream that the call was made on; only then are the arrays defined. The api calls it
+            at most once, within the capture of the call where there was one, and not after a
+            ``reset``. It raises what a call without a hook would raise.
     """
 
     recv_x: Array
@@ -78,6 +94,7 @@ class DispatchOutput:
     routing: Routing
     recv_scales: Array | None = None
     event: Event | None = None
+    receive: Callable[[], None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -89,11 +106,13 @@ class CombineOutput:
         combined_topk_weights: ``[T, K]`` float32 or ``None``. Expanded: the weight of the copy
             of each choice, bit for bit, and +0 for a choice that is -1.
         event: When the operation is done; always with ``async_finish``, else ``None``.
+        receive: As in ``DispatchOutput``.
     """
 
     combined_x: Array
     combined_topk_weights: Array | None
     event: Event | None = None
+    receive: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +184,9 @@ class Engine(Protocol):
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """Collective. Take this rank's place in the operation with a refusal; raises nothing for
-        the refusal itself (the caller raises its own error)."""
+        the refusal itself (the caller raises its own error). The operation may be a low-latency
+        one or not (both have one kind), and calls with a hook may be open, as many as the Buffer
+        allows: ``RefusalCode.CALLS_OPEN`` then."""
         ...
 
     def barrier(self, tag: int | None = None) -> None:

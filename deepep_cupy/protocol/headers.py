@@ -132,11 +132,24 @@ class LayoutFlag(IntFlag):
     """Combine of the expanded layout that multiplies rows with weights."""
     PER_NODE = 128
     """Combine with ``reduce="per_node"``, on several nodes."""
+    LOW_LATENCY = 256
+    """Low-latency dispatch, and the combine of its handle."""
+    TOKEN_WEIGHTS = 512
+    """Combine of DeepEP V1's layout that brings each token's weights to its copies."""
 
 
-def layout_word(layout: int, flags: LayoutFlag | int = 0) -> int:
-    """The header word ``layout``."""
-    return int(layout) | int(flags)
+_TOKENS_SHIFT = 16
+
+
+def layout_word(layout: int, flags: LayoutFlag | int = 0, most_tokens: int = 0) -> int:
+    """The header word ``layout``.
+
+    Args:
+        layout: Where the routing comes from.
+        flags: What else all ranks must want.
+        most_tokens: M of a dispatch to DeepEP V1's low-latency layout, else 0.
+    """
+    return int(layout) | int(flags) | most_tokens << _TOKENS_SHIFT
 
 
 class RefusalCode(IntEnum):
@@ -148,6 +161,8 @@ class RefusalCode(IntEnum):
     EXPERT_OUT_OF_RANGE = 3
     DUPLICATE_EXPERT = 4
     POOL_EXHAUSTED = 5
+    MORE_THAN_CALL_TAKES = 6
+    CALLS_OPEN = 7
 
 
 SIGNATURE = ("kind", "dtype", "row_bytes", "num_topk", "index_bytes", "weights", "layout", "birth")
@@ -206,6 +221,15 @@ ARGUMENTS = (
     "dtype",
     "tag",
     "dest",
+    "low_latency",
+    "num_max_dispatch_tokens_per_rank",
+    "num_experts",
+    "use_fp8",
+    "return_recv_hook",
+    "dispatch_wait_recv_cost_stats",
+    "combine_wait_recv_cost_stats",
+    "use_logfmt",
+    "zero_copy",
 )
 """``refusal_value`` of ``RefusalCode.ARGUMENT``: which argument, 0 where it is none alone."""
 
@@ -247,6 +271,13 @@ def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0
         ),
         RefusalCode.POOL_EXHAUSTED: (
             f"its pool has no room for {refusal.value} more MiB (see the error on that rank)"
+        ),
+        RefusalCode.MORE_THAN_CALL_TAKES: (
+            f"it has {refusal.value} tokens, more than its low-latency call takes (see the error "
+            f"on that rank)"
+        ),
+        RefusalCode.CALLS_OPEN: (
+            f"it has {refusal.value} low-latency calls open, whose hooks must be called first"
         ),
     }
     why = reasons.get(refusal.code, f"code {int(refusal.code)}, value {refusal.value}")
@@ -355,6 +386,7 @@ def _layout_name(value: int) -> str:
         Layout.MASK: "is_token_in_rank",
         Layout.CACHED: "handle",
     }
+    value, most_tokens = value & ((1 << _TOKENS_SHIFT) - 1), value >> _TOKENS_SHIFT
     source, flags = value & 15, LayoutFlag(value & ~15)
     parts = [names[Layout(source)] if source in set(Layout) else str(value)]
     parts += [
@@ -364,9 +396,13 @@ def _layout_name(value: int) -> str:
             (LayoutFlag.PER_RANK, "reduce='per_rank'"),
             (LayoutFlag.ROW_WEIGHTS, "row_weights"),
             (LayoutFlag.PER_NODE, "reduce='per_node'"),
+            (LayoutFlag.LOW_LATENCY, "low latency"),
+            (LayoutFlag.TOKEN_WEIGHTS, "topk_weights"),
         )
         if flag in flags
     ]
+    if most_tokens:
+        parts.append(f"num_max_dispatch_tokens_per_rank={most_tokens}")
     return " + ".join(parts)
 
 

@@ -10,6 +10,9 @@ from deepep_cupy.protocol.nodes import NodeMap
 __all__ = [
     "MAX_BLOCKS_WANTED",
     "MAX_EXPERTS",
+    "MAX_LOW_LATENCY_EXPERTS",
+    "MAX_LOW_LATENCY_IN_FLIGHT",
+    "MAX_LOW_LATENCY_TOKENS",
     "MAX_ROWS",
     "MAX_ROW_BYTES",
     "MAX_TIMEOUT_S",
@@ -25,6 +28,12 @@ MAX_TOPK = 32
 """Choices per token: one lane of a warp each."""
 MAX_EXPERTS = 1 << 20
 """Experts in all."""
+MAX_LOW_LATENCY_EXPERTS = 8192
+"""Experts in all where low-latency calls are possible."""
+MAX_LOW_LATENCY_TOKENS = 4096
+"""``low_latency_tokens``."""
+MAX_LOW_LATENCY_IN_FLIGHT = 4
+"""``low_latency_in_flight``."""
 MAX_BLOCKS_WANTED = 1 << 16
 """``num_sms``; a kernel takes fewer where the GPU has fewer."""
 MAX_ROWS = (1 << 31) - 1
@@ -55,6 +64,9 @@ class BufferSpec:
         dtype: Name of the constructor's dtype, for messages.
         itemsize: Bytes of its items. Where that is one byte, scales, 1/32 more, come on top of
             the longest row.
+        low_latency_tokens: The most tokens one rank dispatches in a low-latency call, at most
+            ``num_max_tokens_per_rank``; 0: there are no such calls.
+        low_latency_in_flight: How many low-latency calls may be sent and not yet received.
     """
 
     num_ranks: int
@@ -69,6 +81,8 @@ class BufferSpec:
     dtype: str = "bfloat16"
     itemsize: int = 2
     nodes: NodeMap | None = None
+    low_latency_tokens: int = 0
+    low_latency_in_flight: int = 1
 
     @property
     def num_nodes(self) -> int:
@@ -86,6 +100,11 @@ class BufferSpec:
         return self.num_ranks * self.num_max_tokens_per_rank
 
     @property
+    def max_low_latency_recv_tokens(self) -> int:
+        """R * M': the most rows one rank can receive in one low-latency call."""
+        return self.num_ranks * self.low_latency_tokens
+
+    @property
     def max_copies(self) -> int:
         """The most rows of the expanded layout that real tokens of one call can fill."""
         return self.max_recv_tokens * max(1, min(self.num_topk, self.num_local_experts))
@@ -101,6 +120,8 @@ _LIVE_DISPATCHES = 3
 """Worst-case receives that fit at once: two alive and one under way."""
 _LIVE_EXPANDED = 2
 """Worst-case receives of the expanded layout that fit at once: one alive, one under way."""
+_LIVE_LOW_LATENCY = 2
+"""Results of DeepEP V1's layout that fit at once: one alive, one under way."""
 _LIVE_HANDLES = 64
 """Handles that outlive their receives, one a layer."""
 _SLACK = 32 << 20
@@ -111,7 +132,8 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
 
     Three worst-case receives (``R * M`` rows, with their scales, indices, weights and handle), one
     block of as many rows for expert outputs, 64 more handles (where rows are short: as many as
-    take the room of a receive), and some slack.
+    take the room of a receive), and some slack. For low-latency calls two results of DeepEP V1's
+    layout, ``R * M'`` rows for every local expert.
 
     Args:
         spec: Sizes of the Buffer.
@@ -128,6 +150,10 @@ def pool_bytes_hint(spec: BufferSpec, expand_to: int | None = None) -> int:
         rows = worst_expanded_rows(tokens, spec.num_topk, spec.num_local_experts, expand_to)
         expanded = _blocks(rows, row, scales, 4) + _blocks(tokens, 4 * spec.num_topk)
         total += _LIVE_EXPANDED * expanded + _blocks(rows, row)
+    if spec.low_latency_tokens:
+        rows = spec.num_local_experts * spec.max_low_latency_recv_tokens
+        handle = _blocks(tokens, 4 * spec.num_topk) + _blocks(rows, 4)
+        total += _LIVE_LOW_LATENCY * (_blocks(rows, row, scales, 4) + handle)
     return total + _SLACK
 
 

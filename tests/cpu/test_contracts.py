@@ -361,10 +361,21 @@ def test_right_constructors():
         ("dtype", None),
         ("dtype", object),
         ("ranks_per_node", 0),
+        ("low_latency_tokens", -1),
+        ("low_latency_tokens", 4097),
+        ("low_latency_tokens", M + 1),
+        ("low_latency_in_flight", 0),
+        ("low_latency_in_flight", 5),
     ],
 )
 def test_wrong_constructors_name_the_argument(field, value):
     assert f"'{field}'" in arguments(**{field: value}).complaint(R)
+
+
+@pytest.mark.parametrize("changes", [{"num_topk": 0, "num_experts": None}, {"num_experts": 8194}])
+def test_low_latency_needs_choices_of_few_experts(changes):
+    assert "'low_latency_tokens' needs" in arguments(low_latency_tokens=1, **changes).complaint(2)
+    assert arguments(**changes).complaint(2) is None
 
 
 def test_equal_arguments_look_equal():

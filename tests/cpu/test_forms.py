@@ -29,6 +29,8 @@ from deepep_cupy.protocol.sizes import BufferSpec
 from flat_calls import always_checked, arguments_of
 
 R, M, H, K, E = 2, 8, 256, 3, 6
+LOW = 3
+"""low_latency_tokens"""
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -66,12 +68,13 @@ def cache(look=None):
         num_topk=K,
         num_experts=E,
         timeout_s=1.0,
+        low_latency_tokens=LOW,
     )
     checker = Checker(spec, 7, import_array, ALL_MODES, import_scales)
-    return always_checked(checker, M) if look is None else CallCache(checker, look, M)
+    return always_checked(checker, M) if look is None else CallCache(checker, look, M, LOW)
 
 
-def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
+def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7, low=False):
     nothing = np.zeros(0, np.int32)
     routing = HostRouting(
         num_tokens=tokens,
@@ -83,6 +86,7 @@ def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7):
         expanded_row=np.zeros((rows, K), np.int32) if expanded else None,
         num_expanded_rows=12 if expanded else 0,
         expert_alignment=alignment,
+        low_latency=low,
     )
     layout = Layout.TOPK if topk else Layout.MASK
     return DispatchHandle(routing, [4, 8, 0], Signature(buffer, R, tokens, topk, E, layout))
@@ -110,6 +114,7 @@ HANDLES = [
     handle(alignment=2),
     handle(expanded=True, alignment=4),
     handle(topk=0),
+    handle(low=True),
     handle(buffer=8),
     "no handle",
 ]
@@ -176,6 +181,7 @@ DISPATCH = {
     "do_expand": [None, False, True, 1],
     "do_zero_padding": FLAGS,
     "tag": TAGS,
+    "low_latency": FLAGS,
 }
 COMBINE = {
     "x": [
@@ -225,6 +231,11 @@ RIGHT = {
         {"x": (zeros(4, H, dtype=FP8), zeros(4, 2)), "topk_idx": zeros(4, K, dtype=np.int32)},
         {"x": zeros(4, H, dtype=np.float16), "handle": HANDLES[1]},
         {"x": zeros(4, H, dtype=np.float16), "is_token_in_rank": zeros(4, R, dtype=bool)},
+        {
+            "x": zeros(3, H, dtype=np.float16),
+            "topk_idx": zeros(3, K, dtype=np.int64),
+            "low_latency": True,
+        },
     ),
     "combine": (
         {"x": zeros(5, H), "handle": HANDLES[1]},

@@ -58,7 +58,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    modes = ALL_MODES
+    modes = ALL_MODES - {"low_latency"}
 
     def __init__(
         self,

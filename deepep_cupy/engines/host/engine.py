@@ -206,7 +206,9 @@ class HostEngine:
         if call.plan.num_worst_tokens is not None:
             words["capacity"] = call.plan.num_worst_tokens
         mask = self._route(call, words)
-        words["layout"] = layout_word(words["layout"], LayoutFlag.EXPANDED * call.plan.expand)
+        flags = LayoutFlag.EXPANDED * call.plan.expand
+        flags |= LayoutFlag.LOW_LATENCY * call.plan.low_latency
+        words["layout"] = layout_word(words["layout"], flags)
         dtype, x = x.dtype, whole_items(x)
         birth = self._epoch
         parts = self._rail_parts(mask)
@@ -267,6 +269,8 @@ class HostEngine:
         if local is not None:
             handle = self._count(call, handle, local)
         routing = HostRouting.of(handle, bounds, birth, waited=call.plan.num_worst_tokens is None)
+        if call.plan.low_latency:
+            routing = replace(routing, low_latency=True)
         if call.topk_idx is not None and call.plan.expand:
             chosen = choices[0] if len(batches) == 1 else self._choices(own, mask, every=True)
             routing = replace(routing, sent_columns=tuple(each >= 0 for each in chosen or ()))
@@ -370,6 +374,7 @@ class HostEngine:
             | LayoutFlag.PER_RANK * (routing.expanded and call.plan.reduce == "per_rank")
             | LayoutFlag.PER_NODE * by_node
             | LayoutFlag.ROW_WEIGHTS * (call.row_weights is not None)
+            | LayoutFlag.LOW_LATENCY * routing.low_latency
         )
         bounds = rank_bounds(routing.recv_rows_per_rank)
         self._agree("combine", words, np.diff(bounds))

@@ -60,6 +60,10 @@ class HostRouting:
     expert_alignment: int = 1
     sent_columns: tuple[NDArray[np.bool_], ...] = ()
     relayed: tuple[NDArray[np.bool_], ...] = ()
+    low_latency: bool = False
+    expert_rows: int = 0
+    recv_src_info: NDArray[np.int32] | None = None
+    recv_layout_range: NDArray[np.int64] | None = None
 
     @property
     def expanded(self) -> bool:
