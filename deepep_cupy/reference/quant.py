@@ -12,7 +12,17 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FP8", "GROUP", "QUANTIZABLE", "dequantize", "num_groups", "quantize"]
+__all__ = [
+    "FP8",
+    "GROUP",
+    "QUANTIZABLE",
+    "SMALLEST_AMAX",
+    "dequantize",
+    "num_groups",
+    "pack_exponents",
+    "quantize",
+    "scales_of",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -24,7 +34,8 @@ QUANTIZABLE = tuple(np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float16, 
 
 _LARGEST = np.float32(448)
 _INVERSE = np.float32(1 / 448)  # 0x3B124925
-_FLOOR = np.float32(1e-4)  # 0x38D1B717
+SMALLEST_AMAX = np.float32(1e-4)  # 0x38D1B717
+"""What a group counts as its largest magnitude at least."""
 _NAN_CODE = 0x7F
 
 
@@ -81,20 +92,12 @@ def quantize(
     with np.errstate(all="ignore"):
         wide[:, :hidden] = x
         grouped = wide.reshape(num_tokens, groups, GROUP)
-        amax = np.fmax.reduce(np.abs(grouped), axis=2, initial=_FLOOR)
-        scale_inv = amax * _INVERSE
-        if round_scale:
-            exponent = _exponent_up(scale_inv)
-            scale_inv = (exponent << 23).view(np.float32)
-            scale = (np.where(exponent < 255, 254 - exponent, 0).astype(np.uint32) << 23).view(
-                np.float32
-            )
-        else:
-            scale = _LARGEST / amax
+        amax = np.fmax.reduce(np.abs(grouped), axis=2, initial=SMALLEST_AMAX)
+        scale, scale_inv, exponent = scales_of(amax, round_scale=round_scale)
         scaled = (grouped * scale[:, :, None]).reshape(wide.shape)[:, :hidden]
         codes = np.clip(scaled, -_LARGEST, _LARGEST).astype(FP8)
     codes.view(np.uint8)[np.isnan(scaled)] = _NAN_CODE
-    return codes, _pack(exponent) if use_ue8m0 else scale_inv
+    return codes, pack_exponents(exponent) if use_ue8m0 else scale_inv
 
 
 def dequantize(codes: Array, scales: Array) -> Array:
@@ -119,6 +122,17 @@ def dequantize(codes: Array, scales: Array) -> Array:
     return product
 
 
+def scales_of(amax: Array, *, round_scale: bool) -> tuple[Array, Array, npt.NDArray[np.uint32]]:
+    """Steps 2 and 3 of ``quantize``: ``scale``, ``scale_inv`` and, where it is rounded, its biased
+    exponent."""
+    scale_inv = amax * _INVERSE
+    exponent = _exponent_up(scale_inv)
+    if not round_scale:
+        return _LARGEST / amax, scale_inv, exponent
+    down = np.where(exponent < 255, 254 - exponent, 0).astype(np.uint32)
+    return (down << 23).view(np.float32), (exponent << 23).view(np.float32), exponent
+
+
 def _exponent_up(value: Array) -> npt.NDArray[np.uint32]:
     """Biased exponent of the smallest power of two not below a positive normal float32."""
     bits = value.view(np.uint32)
@@ -126,7 +140,8 @@ def _exponent_up(value: Array) -> npt.NDArray[np.uint32]:
     return up.astype(np.uint32)
 
 
-def _pack(exponent: npt.NDArray[np.uint32]) -> Array:
+def pack_exponents(exponent: npt.NDArray[np.uint32]) -> Array:
+    """``[T, groups]`` biased exponents as ``use_ue8m0`` packs them."""
     tokens, groups = exponent.shape
     out = np.zeros((tokens, -(-groups // 4) * 4), np.uint8)
     out[:, :groups] = exponent

@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from deepep_cupy.engines.host.cast import cast
 from deepep_cupy.reference import dequantize, quantize
-from deepep_cupy.reference.quant import GROUP, num_groups
+from deepep_cupy.reference.quant import GROUP, QUANTIZABLE, num_groups
 
 FP8 = ml_dtypes.float8_e4m3fn
 CODES = np.arange(127, dtype=np.uint8)  # from +0 to 448
@@ -188,6 +189,22 @@ def test_what_comes_back_is_near():
 def test_what_cannot_be_cast_is_refused(x, kind, words):
     with pytest.raises(ValueError, match=words):
         quantize(x, **kind)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZABLE, ids=str)
+@pytest.mark.parametrize("hidden", [1, 130, 1000])
+def test_the_host_engines_cast_has_the_same_bits(dtype, hidden):
+    """Of numbers of all sizes, with their ties, and of bits at random, which hold NaN."""
+    rng = np.random.default_rng(hidden)
+    sizes = np.float32(2.0) ** rng.integers(-40, 15, (300, hidden))
+    numbers = (sizes * rng.integers(-64, 65, sizes.shape) / 64).astype(dtype)
+    bits = rng.integers(0, 256, (300, hidden * dtype.itemsize), np.uint8).view(dtype)
+    for x in (numbers, bits, numbers[:0], np.zeros_like(numbers), -np.zeros_like(numbers)):
+        for options in ((False, False), (True, False), (True, True)):
+            named = dict(zip(("round_scale", "use_ue8m0"), options, strict=True))
+            for got, wanted in zip(cast(x, **named), quantize(x, **named), strict=True):
+                assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+                assert got.tobytes() == wanted.tobytes()
 
 
 def test_no_rows():

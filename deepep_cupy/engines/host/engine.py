@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepep_cupy.engines.calls import CombineCall, DispatchCall, Routing
+from deepep_cupy.engines.host.cast import cast
 from deepep_cupy.engines.host.moves import (
     HostRouting,
     Mover,
@@ -53,7 +54,7 @@ from deepep_cupy.protocol.sizes import BufferSpec, worst_expanded_rows
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason
 from deepep_cupy.ranks.group import Group
 from deepep_cupy.ranks.rendezvous import Rendezvous
-from deepep_cupy.reference import get_dispatch_layout, quantize
+from deepep_cupy.reference import get_dispatch_layout
 from deepep_cupy.reference.checks import names_an_expert_twice, names_no_expert
 from deepep_cupy.reference.combine import Terms, add, sum_copies
 from deepep_cupy.reference.layout import (
@@ -199,7 +200,7 @@ class HostEngine:
         x, scales = call.x, call.scales
         if call.plan.quantize is not None:
             kind = call.plan.quantize
-            x, scales = quantize(x, round_scale=kind.round_scale, use_ue8m0=kind.use_ue8m0)
+            x, scales = cast(x, round_scale=kind.round_scale, use_ue8m0=kind.use_ue8m0)
         if scales is not None:
             scales = np.ascontiguousarray(scales)
         words = self._describe(Kind.DISPATCH, call.plan.tag, x, call.topk_weights, scales)
