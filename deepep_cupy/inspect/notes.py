@@ -96,6 +96,12 @@ st.relaxed.sys.global
 st.release.sys.global
     Store that releases at system scope: all that this thread did, or has observed, is visible
     to whoever acquires this word, here the host that reads a record after its number.
+ld.relaxed.sys.global.b128
+    Strong load at system scope of one word of 16 bytes, seen whole or not at all, past L1: a piece
+    of a low-latency row and the epoch that proves it, so that nothing need be acquired.
+st.relaxed.sys.global.b128
+    Strong store at system scope of one word of 16 bytes, which no reader sees in part: 12 bytes of
+    a low-latency row and the epoch, so that no fence stands between a row and its flag.
 ld.relaxed.gpu.global
     Strong load at GPU scope, no order, answered by this GPU's L2: words that other blocks of
     this rank wrote, stable or proven by their epoch.
@@ -218,7 +224,7 @@ def _parse(text: str) -> dict[str, Note]:
 
 
 NOTES: Mapping[str, Note] = _parse(_TEXT)
-"""Instruction without its type, and without its vector unless that matters → note."""
+"""Instruction without its type and vector, unless these matter → note."""
 
 _WIDTH = re.compile(r"(\.v[24])?\.[usbf]\d+$")
 ACCESS_CLASSES = "common/access.cuh"
@@ -239,6 +245,8 @@ _SASS_KINDS = (
 
 def stem(opcode: str) -> str:
     """Return the key of an opcode in ``NOTES``, or what would be it."""
+    if opcode in NOTES:
+        return opcode
     vector = _WIDTH.search(opcode)
     plain = _WIDTH.sub("", opcode)
     wide = f"{plain}{vector[1]}" if vector and vector[1] else plain

@@ -232,6 +232,56 @@ def test_atomics_lose_nothing():
     clean(run_litmus([(0, 0, role), (0, 1, role), (0, 2, last)], num_out=1, seeds=60), (64,))
 
 
+# ---------------------------------------------------------------------------- words of 16 bytes
+
+# Round after round into one place; the reader takes what it finds, and says whether all of it is
+# of one round.
+WRITE_ROUNDS = """FIRST for (u32 i = 1; i < 5; ++i) {
+    st_relaxed_sys_b128(rows, Vec16{{i, i, i, i}});
+}"""
+READ_ROUND = """FIRST for (u32 i = 0; i < 6; ++i) {
+    Vec16 v = ld_relaxed_sys_b128(rows);
+    bool whole = v.word[0] == v.word[1] && v.word[1] == v.word[2] && v.word[2] == v.word[3];
+    if (i == 5) st_u64(out, v.word[3]);
+    if (!whole) st_u64(out + 1, 1);
+}"""
+
+
+def test_a_word_of_sixteen_bytes_comes_late_but_whole():
+    outcomes = two_ranks(WRITE_ROUNDS, READ_ROUND)
+    assert not outcomes.faults
+    outcomes = run_litmus([(0, 0, WRITE_ROUNDS), (1, 0, READ_ROUND)])
+    assert set(outcomes.seen) == {(i, 0) for i in range(5)}
+
+
+@pytest.mark.parametrize(
+    "store", ["st_relaxed_sys_v4(rows, v)", "st_relaxed_sys_v2_u64(rows, low, high)"]
+)
+def test_a_strong_vector_comes_in_pieces(store):
+    writer = WRITE_ROUNDS.replace(
+        "st_relaxed_sys_b128(rows, Vec16{{i, i, i, i}})",
+        f"Vec16 v = {{{{i, i, i, i}}}}; u64 low = i | u64(i) << 32, high = low; {store}",
+    )
+    reader = READ_ROUND
+    if "v2" in store:
+        reader = reader.replace(
+            "Vec16 v = ld_relaxed_sys_b128(rows);",
+            "u64 l = ld_relaxed_sys_u64(reinterpret_cast<u64*>(rows)),"
+            " h = ld_relaxed_sys_u64(reinterpret_cast<u64*>(rows) + 1);"
+            " Vec16 v = {{u32(l), u32(l >> 32), u32(h), u32(h >> 32)}};",
+        )
+    reader = reader.replace("ld_relaxed_sys_b128", "ld_relaxed_sys_v4")
+    outcomes = run_litmus([(0, 0, writer), (1, 0, reader)])
+    assert not outcomes.faults
+    assert {torn for _, torn in outcomes.seen} == {0, 1}
+
+
+def test_a_word_of_sixteen_bytes_orders_nothing_else():
+    sender = "FIRST { st_u64(x, 1); st_relaxed_sys_b128(rows, Vec16{{1, 1, 1, 1}}); }"
+    receiver = "FIRST { WAIT(ld_relaxed_sys_b128(rows).word[3] == 1); st_u64(out, ld_u64(x)); }"
+    assert two_ranks(sender, receiver, seeds=50).faults[UNORDERED] == 50
+
+
 # ------------------------------------------------------------------------------- bulk copies
 
 FILL = """
@@ -480,6 +530,8 @@ def test_a_deadlock_says_where_everybody_waits():
         ("FIRST st_u64(reinterpret_cast<u64*>(rows + 4), 1);", "misaligned"),
         ("FIRST st_u64(reinterpret_cast<u64*>(stage), 1);", "not an address of global memory"),
         ("FIRST { st_relaxed_sys_u64(f, 1); ld_relaxed_sys_u32(reinterpret_cast<u32*>(f)); }",
+         "different sizes"),
+        ("FIRST { st_relaxed_sys_b128(rows, Vec16{{1, 2, 3, 4}}); ld_relaxed_sys_v4(rows); }",
          "different sizes"),
         ("FIRST bulk_store(rows, stage, 8);", "a bulk copy of a wrong size"),
     ],

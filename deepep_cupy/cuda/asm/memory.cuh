@@ -56,6 +56,39 @@ DEVICE void st_release_sys_u64(u64* p, u64 v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
+// ---- words of 16 bytes: scalar, so that none is ever seen half written ----
+// PTX 8.4, which NVRTC speaks from 12.4 on. Vectors promise no more than their elements each.
+
+DEVICE Vec16 ld_relaxed_sys_b128(const void* p) {
+    Vec16 v;
+    asm volatile(
+        "{\n"
+        ".reg .b128 word;\n"
+        ".reg .b64 low, high;\n"
+        "ld.relaxed.sys.global.b128 word, [%4];\n"
+        "mov.b128 {low, high}, word;\n"
+        "mov.b64 {%0, %1}, low;\n"
+        "mov.b64 {%2, %3}, high;\n"
+        "}"
+        : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+        : "l"(p)
+        : "memory");
+    return v;
+}
+DEVICE void st_relaxed_sys_b128(void* p, const Vec16& v) {
+    asm volatile(
+        "{\n"
+        ".reg .b128 word;\n"
+        ".reg .b64 low, high;\n"
+        "mov.b64 low, {%1, %2};\n"
+        "mov.b64 high, {%3, %4};\n"
+        "mov.b128 word, {low, high};\n"
+        "st.relaxed.sys.global.b128 [%0], word;\n"
+        "}" ::"l"(p),
+        "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+        : "memory");
+}
+
 // ---- words: atomics on this GPU's memory ----
 
 DEVICE u32 atom_add_acq_rel_gpu_u32(u32* p, u32 v) {
@@ -132,6 +165,11 @@ DEVICE void st_v4(void* p, const Vec16& v) {
                  "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
 }
+DEVICE void st_relaxed_sys_v4(void* p, const Vec16& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]),
+                 "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
 DEVICE void st_no_allocate_v4(void* p, const Vec16& v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p),
                  "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
@@ -177,6 +215,10 @@ DEVICE u64 ld_nc_no_allocate_u64(const u64* p) {
     u64 v;
     asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(p));
     return v;
+}
+DEVICE void st_relaxed_sys_v2_u64(void* p, u64 low, u64 high) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high)
+                 : "memory");
 }
 DEVICE void st_u8(u8* p, u8 v) {
     asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(static_cast<u32>(v)) : "memory");

@@ -50,6 +50,17 @@ DEVICE void st_release_sys_u64(u64* p, u64 v, sim::Where where = SIM_HERE) {
     sim::store(p, 8, v, kRelease, kSys, where);
 }
 
+// ---- words of 16 bytes ----
+
+DEVICE Vec16 ld_relaxed_sys_b128(const void* p, sim::Where where = SIM_HERE) {
+    Vec16 v;
+    sim::load_word16(&v, p, kRelaxed, kSys, where);
+    return v;
+}
+DEVICE void st_relaxed_sys_b128(void* p, const Vec16& v, sim::Where where = SIM_HERE) {
+    sim::store_word16(p, &v, kRelaxed, kSys, where);
+}
+
 // ---- words: atomics on this GPU's memory ----
 
 DEVICE u32 atom_add_acq_rel_gpu_u32(u32* p, u32 v, sim::Where where = SIM_HERE) {
@@ -105,6 +116,15 @@ DEVICE Vec16 ld_nc_no_allocate_l2_256_v4(const void* p, sim::Where where = SIM_H
 }
 DEVICE void st_v4(void* p, const Vec16& v, sim::Where where = SIM_HERE) {
     sim::store16(p, &v, where);
+}
+DEVICE void st_relaxed_sys_v4(void* p, const Vec16& v, sim::Where where = SIM_HERE) {
+    for (u32 i = 0; i < 4; ++i) {
+        sim::store(static_cast<u32*>(p) + i, 4, v.word[i], kRelaxed, kSys, where);
+    }
+}
+DEVICE void st_relaxed_sys_v2_u64(void* p, u64 low, u64 high, sim::Where where = SIM_HERE) {
+    sim::store(p, 8, low, kRelaxed, kSys, where);
+    sim::store(static_cast<u64*>(p) + 1, 8, high, kRelaxed, kSys, where);
 }
 DEVICE void st_no_allocate_v4(void* p, const Vec16& v, sim::Where where = SIM_HERE) {
     sim::store16(p, &v, where);

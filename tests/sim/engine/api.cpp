@@ -157,7 +157,9 @@ void sim_poke(u32 region, u64 offset, u64 bytes, const void* data, int use) {
         if (word.offset >> m.options.granule_shift != i) continue;
         word.first = word.newest() + 1;
         word.writes.assign(1, Write{});
-        std::memcpy(&word.writes[0].value, &r.bytes[word.offset], word.bytes);
+        Write& first = word.writes[0];
+        std::memcpy(&first.value, &r.bytes[word.offset], std::min(word.bytes, 8u));
+        if (word.bytes == 16) std::memcpy(&first.high, &r.bytes[word.offset + 8], 8);
     }
 }
 

@@ -36,6 +36,8 @@ u64 load(const void* p, u32 bytes, Order order, Scope scope, Cache cache, Where 
 void load16(void* out, const void* p, Order order, Scope scope, Cache cache, Where where);
 void store(void* p, u32 bytes, u64 value, Order order, Scope scope, Where where);
 void store16(void* p, const void* data, Where where);
+void load_word16(void* out, const void* p, Order order, Scope scope, Where where);
+void store_word16(void* p, const void* data, Order order, Scope scope, Where where);
 u64 read_modify_write(void* p, u32 bytes, Rmw op, u64 operand, u64 expected, Order order,
                       Scope scope, bool returns, Where where);
 void fence(Scope scope, Where where);

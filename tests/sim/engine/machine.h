@@ -71,6 +71,7 @@ struct Region {
 // One write in the life of a control word.
 struct Write {
     u64 value = 0;
+    u64 high = 0;  // of a word of 16 bytes
     Mark mark;
     ViewRef for_gpu;  // what a reader of the same GPU, or of another one, acquires with it
     ViewRef for_sys;

@@ -239,7 +239,8 @@ void write_bytes(const Actor& actor, Place at, u32 bytes, const u8* data) {
     for (u32 i = 0; i < num_weak_words; ++i) {  // an ordinary write to a control word
         Word& word = *m.words[weak_words[i]];
         Write write;
-        std::memcpy(&write.value, &region.bytes[word.offset], word.bytes);
+        std::memcpy(&write.value, &region.bytes[word.offset], std::min(word.bytes, 8u));
+        if (word.bytes == 16) std::memcpy(&write.high, &region.bytes[word.offset + 8], 8);
         write.mark = a.mark;
         word.writes.push_back(write);
         if (a.knowledge) const_cast<Knowledge*>(a.knowledge)->raise_floor(word.id, word.newest());

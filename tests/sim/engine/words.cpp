@@ -26,8 +26,11 @@ u32 record_access(Thread& t, Did did, Place at, u32 bytes, u64 value, Order orde
 
 u64 value_at(Place at, u32 bytes) {
     u64 value = 0;
-    std::memcpy(&value, &at.region->bytes[at.offset], bytes);
+    std::memcpy(&value, &at.region->bytes[at.offset], std::min(bytes, 8u));
     return value;
+}
+u64 high_at(Place at, u32 bytes) {
+    return bytes == 16 ? value_at({at.region, at.offset + 8}, 8) : 0;
 }
 
 Cell& cell_at(Place at) { return at.region->cells[at.offset >> m.options.granule_shift]; }
@@ -52,6 +55,7 @@ Word& make_word(Place at, u32 bytes) {
     word->bytes = bytes;
     Write first;
     first.value = value_at(at, bytes);
+    first.high = high_at(at, bytes);
     first.mark = cell_at(at).write;
     word->writes.push_back(first);
     for (u32 i = 0; i < bytes; i += m.granule) {
@@ -130,7 +134,11 @@ void take_message(Thread& t, Word& word, const Write& write, Order order, Scope 
     t.pending.push_back({word.id, same, message});
 }
 
-u64 read_word(Thread& t, Word& word, Place at, Order order, Scope scope, Where where) {
+struct Value {
+    u64 low, high;
+};
+
+Value read_word(Thread& t, Word& word, Place at, Order order, Scope scope, Where where) {
     u32 floor = std::max(t.knowledge.floor_of(word.id), word.first);
     u32 chosen = word.newest();
     for (; chosen > floor; --chosen) {
@@ -142,7 +150,9 @@ u64 read_word(Thread& t, Word& word, Place at, Order order, Scope scope, Where w
     bool stale = chosen != word.newest();
     if (stale) t.turn_stale = true;
     u8 strength = strength_of(scope);
-    u32 record = record_access(t, Did::load, at, word.bytes, write.value, order, scope, where, stale);
+    // Of a word of 16 bytes the trace shows the half with the epoch.
+    u64 shown = word.bytes == 16 ? write.high : write.value;
+    u32 record = record_access(t, Did::load, at, word.bytes, shown, order, scope, where, stale);
     Actor a = actor_of(t, strength, record);
     u32 writer = m.rank_of_dim[write.mark.epoch.dim];
     if (!morally_strong(t.rank, strength, writer, write.mark.strength) && !a.knows(write.mark)) {
@@ -150,7 +160,7 @@ u64 read_word(Thread& t, Word& word, Place at, Order order, Scope scope, Where w
              {{static_cast<int>(t.rank), a.mark.op}});
     }
     t.knowledge.raise_floor(word.id, chosen);
-    u64 value = write.value;
+    Value value = {write.value, write.high};
     take_message(t, word, write, order, scope);
     return value;
 }
@@ -214,6 +224,23 @@ void drop_from_l1(Thread& t, Place at, u32 bytes) {
     }
 }
 
+void store_word(Thread& t, Place at, u32 bytes, Value value, Order order, Scope scope,
+                Where where) {
+    Word& word = make_word(at, bytes);
+    Write write;
+    write.value = value.low;
+    write.high = value.high;
+    attach_messages(t, write, order, scope, &word.writes.back(), false);
+    u64 shown = bytes == 16 ? value.high : value.low;
+    u32 record = record_access(t, Did::store, at, bytes, shown, order, scope, where);
+    Actor a = actor_of(t, strength_of(scope), record);
+    write.mark = a.mark;
+    make_slow(write);
+    push_write(word, std::move(write));
+    t.knowledge.raise_floor(word.id, word.newest());
+    write_bytes(a, at, bytes, reinterpret_cast<u8*>(&value));
+}
+
 }  // namespace
 
 u64 load(const void* p, u32 bytes, Order order, Scope scope, Cache cache, Where where) {
@@ -230,7 +257,7 @@ u64 load(const void* p, u32 bytes, Order order, Scope scope, Cache cache, Where 
         if (bytes >= 4) {
             if (Word* word = word_at(at, bytes)) {
                 if (cell_at(at).use == Use::dead) fatal("a strong load outside of live memory");
-                return read_word(t, *word, at, order, scope, where);
+                return read_word(t, *word, at, order, scope, where).low;
             }
         }
     }
@@ -239,11 +266,35 @@ u64 load(const void* p, u32 bytes, Order order, Scope scope, Cache cache, Where 
     return value;
 }
 
+// A strong vector is as many words as it has elements, each as old as it likes.
 void load16(void* out, const void* p, Order order, Scope scope, Cache cache, Where where) {
     Thread& t = *m.current;
     maybe_switch(t, where);
-    load_data(t, translate(p, 16, t.rank, where), 16, static_cast<u8*>(out), order, scope, cache,
-              where);
+    Place at = translate(p, 16, t.rank, where);
+    bool words = false;
+    for (u32 i = 0; i < 16; i += 4) words = words || cell_at({at.region, at.offset + i}).word;
+    if (order == Order::weak || !words) {
+        load_data(t, at, 16, static_cast<u8*>(out), order, scope, cache, where);
+        return;
+    }
+    for (u32 i = 0; i < 4; ++i) {
+        static_cast<u32*>(out)[i] = static_cast<u32>(
+            load(static_cast<const u8*>(p) + 4 * i, 4, order, scope, cache, where));
+    }
+}
+
+void load_word16(void* out, const void* p, Order order, Scope scope, Where where) {
+    Thread& t = *m.current;
+    maybe_switch(t, where);
+    Place at = translate(p, 16, t.rank, where);
+    watch(t, at);
+    if (Word* word = word_at(at, 16)) {
+        if (cell_at(at).use == Use::dead) fatal("a strong load outside of live memory");
+        Value value = read_word(t, *word, at, order, scope, where);
+        std::memcpy(out, &value, 16);
+        return;
+    }
+    load_data(t, at, 16, static_cast<u8*>(out), order, scope, Cache::allocate, where);
 }
 
 void store(void* p, u32 bytes, u64 value, Order order, Scope scope, Where where) {
@@ -257,17 +308,18 @@ void store(void* p, u32 bytes, u64 value, Order order, Scope scope, Where where)
         write_bytes(actor_of(t, kWeakAccess, record), at, bytes, reinterpret_cast<u8*>(&value));
         return;
     }
-    Word& word = make_word(at, bytes);
-    Write write;
-    write.value = value;
-    attach_messages(t, write, order, scope, &word.writes.back(), false);
-    u32 record = record_access(t, Did::store, at, bytes, value, order, scope, where);
-    Actor a = actor_of(t, strength_of(scope), record);
-    write.mark = a.mark;
-    make_slow(write);
-    push_write(word, std::move(write));
-    t.knowledge.raise_floor(word.id, word.newest());
-    write_bytes(a, at, bytes, reinterpret_cast<u8*>(&value));
+    store_word(t, at, bytes, {value, 0}, order, scope, where);
+}
+
+void store_word16(void* p, const void* data, Order order, Scope scope, Where where) {
+    Thread& t = *m.current;
+    maybe_switch(t, where);
+    t.turn_active = true;
+    Place at = translate(p, 16, t.rank, where);
+    drop_from_l1(t, at, 16);
+    Value value;
+    std::memcpy(&value, data, 16);
+    store_word(t, at, 16, value, order, scope, where);
 }
 
 void store16(void* p, const void* data, Where where) {
