@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from deepep_cupy.api.config import Config
     from deepep_cupy.api.events import EventOverlap
     from deepep_cupy.api.handle import DispatchHandle
+    from deepep_cupy.api.low_latency import (
+        LowLatencyCombineResult,
+        LowLatencyDispatchResult,
+        LowLatencyHandle,
+    )
     from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
     from deepep_cupy.engines.gpu.kernels import kernel_options, kernel_ptx, kernel_source
     from deepep_cupy.errors import (
@@ -40,6 +45,9 @@ __all__ = [
     "DispatchResult",
     "EventOverlap",
     "LayoutResult",
+    "LowLatencyCombineResult",
+    "LowLatencyDispatchResult",
+    "LowLatencyHandle",
     "PeerAbortedError",
     "PeerTimeoutError",
     "PlatformError",
@@ -61,6 +69,9 @@ _HOME = {
     "DispatchResult": "api.results",
     "EventOverlap": "api.events",
     "LayoutResult": "api.results",
+    "LowLatencyCombineResult": "api.low_latency",
+    "LowLatencyDispatchResult": "api.low_latency",
+    "LowLatencyHandle": "api.low_latency",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
     "PlatformError": "errors",

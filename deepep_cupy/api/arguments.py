@@ -27,6 +27,7 @@ from deepep_cupy.engines.calls import (
 from deepep_cupy.errors import ContractError, shown
 from deepep_cupy.protocol.headers import ARGUMENTS, MAX_TAG, Layout, Refusal, RefusalCode
 from deepep_cupy.protocol.sizes import BufferSpec
+from deepep_cupy.reference.combine import ADDABLE
 
 __all__ = ["ArgumentChecker", "ImportArray", "Shape"]
 
@@ -36,6 +37,7 @@ Shape: TypeAlias = Mapping[str, int | None]
 _Dtypes: TypeAlias = tuple[np.dtype[Any], ...] | None
 """Those that are right; None: any."""
 
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FLOAT32 = (np.dtype(np.float32),)
 
 
@@ -79,11 +81,27 @@ class ArgumentChecker:
                 f"must be one array [rows, hidden], got a {type(value).__name__} of {len(value)}",
             )
         x = self.array(operation, "x", value, {"rows": None, "hidden": None}, None)
-        itemsize = x.dtype.itemsize if wire_itemsize is None else wire_itemsize
-        row_bytes = x.shape[1] * itemsize
+        self.row_length(operation, x, x.dtype.itemsize if wire_itemsize is None else wire_itemsize)
+        return x
+
+    def row_length(self, operation: str, x: Any, itemsize: int) -> None:
+        """Rows, the last axis, of a length that the Buffer was made for."""
+        row_bytes = x.shape[-1] * itemsize
         if not 1 <= row_bytes <= self._spec.max_row_bytes:
             self.refuse(operation, "x", advice.of_row_bytes(operation, x, row_bytes, self._spec))
-        return x
+
+    def addable(self, operation: str, x: Any) -> np.dtype[Any]:
+        """The dtype of rows that are to be added."""
+        dtype: np.dtype[Any] = np.dtype(x.dtype)
+        if not (dtype.isnative and dtype.name in ADDABLE):
+            why = " (FP8 rows cannot be added exactly: combine a wider type)"
+            self.refuse(
+                operation,
+                "x",
+                f"must have a dtype that can be added ({', '.join(ADDABLE)}), got {dtype}"
+                f"{why if dtype.name in _FP8 else ''}",
+            )
+        return dtype
 
     def handle(self, operation: str, value: object) -> DispatchHandle:
         """A handle of this Buffer."""

@@ -22,6 +22,9 @@ from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.api.lifecycle import CallLock, Lifecycle, State
+from deepep_cupy.api.low_latency_cache import LowLatencyCalls
+from deepep_cupy.api.low_latency_checks import LowLatencyChecker
+from deepep_cupy.api.low_latency_methods import LowLatencyMethods
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
 from deepep_cupy.api.values import new_array, wrong_flag, wrong_number
 from deepep_cupy.engines.calls import (
@@ -51,7 +54,7 @@ _serials = itertools.count(1)
 """Numbers of this process's Buffers, by which a handle is known to be of one of them."""
 
 
-class Buffer:
+class Buffer(LowLatencyMethods):
     """Moves rows of arrays to the ranks that hold their experts, and sums them on the way back.
 
     Collective: the constructor, ``dispatch``, ``combine``, ``barrier``, ``reset``, ``close``. All
@@ -141,13 +144,16 @@ class Buffer:
             group.free()
             raise
         guard.keep = self._engine
-        self._checker = Checker(
+        for_checks = (
             self._spec,
             next(_serials),
             self._engine.import_array,
             self._engine.modes,
             self._engine.import_scales,
         )
+        self._checker = Checker(*for_checks)
+        low_latency = LowLatencyChecker(*for_checks)
+        self._low_latency = LowLatencyCalls(low_latency, self._engine.array_key)
         self._calls = CallCache(
             self._checker,
             self._engine.array_key,

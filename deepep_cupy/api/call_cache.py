@@ -28,7 +28,17 @@ from deepep_cupy.engines.calls import (
 )
 from deepep_cupy.protocol.headers import Layout
 
-__all__ = ["ArrayKey", "CallCache", "Key", "PlanCache", "combine_key", "dispatch_key"]
+__all__ = [
+    "ArrayKey",
+    "CallCache",
+    "Key",
+    "PlanCache",
+    "by_row",
+    "combine_key",
+    "dispatch_key",
+    "kind_of",
+    "whole",
+]
 
 Seen: TypeAlias = tuple[Any, ...]
 ArrayKey: TypeAlias = Callable[[object, bool], Seen | None]
@@ -65,17 +75,17 @@ def dispatch_key(
             return None
         if type(worst) is not int or (worst != 0 and worst != handle.num_recv_tokens):
             return None
-        kind = _kind(handle)
+        kind = kind_of(handle)
     if scales is not None:
-        of_scales = _by_row(array_key(scales, True), tokens)
+        of_scales = by_row(array_key(scales, True), tokens)
         if of_scales is None:
             return None
     if topk_idx is not None:
-        of_choices = _by_row(array_key(topk_idx, False), tokens)
+        of_choices = by_row(array_key(topk_idx, False), tokens)
         if of_choices is None:
             return None
     if weights is not None:
-        of_weights = _by_row(array_key(weights, False), tokens)
+        of_weights = by_row(array_key(weights, False), tokens)
         if of_weights is None:
             return None
     if (
@@ -92,7 +102,7 @@ def dispatch_key(
     return types, options, hidden, seen[1], kind, of_scales, of_choices, of_weights, of_others
 
 
-def _by_row(seen: Seen | None, rows: int) -> Key | None:
+def by_row(seen: Seen | None, rows: int) -> Key | None:
     """The part of the key for an array that must have so many rows: all but their number."""
     if seen is None:
         return None
@@ -104,21 +114,17 @@ def _others(given: DispatchArguments, array_key: ArrayKey, tokens: int) -> Key |
     """The part of the key for mask, counts and statistics; None: there is none."""
     mask, of_mask = given.is_token_in_rank, None
     if mask is not None:
-        of_mask = _by_row(array_key(mask, False), tokens)
+        of_mask = by_row(array_key(mask, False), tokens)
         if of_mask is None:
             return None
-    parts: list[object] = [of_mask]
-    for array in (
+    others = (
         given.num_tokens_per_rank,
         given.num_tokens_per_rdma_rank,
         given.num_tokens_per_expert,
         given.cumulative_local_expert_recv_stats,
-    ):
-        seen = None if array is None else array_key(array, False)
-        if seen is None and array is not None:
-            return None
-        parts.append(None if seen is None else seen[:2])
-    return tuple(parts)
+    )
+    parts = whole(others, array_key)
+    return None if parts is None else (of_mask, parts)
 
 
 def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
@@ -128,12 +134,12 @@ def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
     if type(handle) is not DispatchHandle:
         return None
     rows = handle.routing.num_rows
-    of_x = _by_row(array_key(given.x, False), rows)
+    of_x = by_row(array_key(given.x, False), rows)
     if of_x is None or len(of_x[0]) != 1:
         return None
     of_weights = of_others = None
     if weights is not None:
-        of_weights = _by_row(array_key(weights, False), rows)
+        of_weights = by_row(array_key(weights, False), rows)
         if of_weights is None:
             return None
     if row_weights is not None or bias is not None or out is not None:
@@ -141,13 +147,24 @@ def combine_key(given: CombineArguments, array_key: ArrayKey) -> Key | None:
         tokens = handle.num_tokens
         wanted = (rows, row_weights), (tokens, out)
         for number, array in (*wanted, *((tokens, each) for each in listed(bias))):
-            part = None if array is None else _by_row(array_key(array, False), number)
+            part = None if array is None else by_row(array_key(array, False), number)
             if part is None and array is not None:
                 return None
             parts.append(part)
         of_others = type(bias), tuple(parts)
     types = type(given.previous_event), *map(type, options)
-    return types, options, of_x, _kind(handle), of_weights, of_others
+    return types, options, of_x, kind_of(handle), of_weights, of_others
+
+
+def whole(arrays: tuple[object, ...], array_key: ArrayKey) -> Key | None:
+    """The part of the key for arrays whose whole shape counts; None: there is none."""
+    parts = []
+    for array in arrays:
+        seen = None if array is None else array_key(array, False)
+        if seen is None and array is not None:
+            return None
+        parts.append(None if seen is None else seen[:2])
+    return tuple(parts)
 
 
 class PlanCache(Generic[P]):
@@ -176,7 +193,7 @@ class PlanCache(Generic[P]):
                 self._plans[key] = plan
 
 
-def _kind(handle: DispatchHandle) -> tuple[object, ...]:
+def kind_of(handle: DispatchHandle) -> tuple[object, ...]:
     """All that checks ask of a handle but its numbers of rows."""
     signature, routing = handle.signature, handle.routing
     return (
@@ -200,7 +217,11 @@ class CallCache:
     """
 
     def __init__(
-        self, checker: Checker, array_key: ArrayKey, most_tokens: int, most_low_latency: int = 0
+        self,
+        checker: Checker,
+        array_key: ArrayKey,
+        most_tokens: int,
+        most_low_latency: int = 0,
     ) -> None:
         self._checker = checker
         self._array_key = array_key
@@ -224,7 +245,7 @@ class CallCache:
             call.kept = imported(given, checked)
         else:
             call = plan.call(given)
-        return call, plan.signed(given, len(call.x))
+        return call, plan.signed(given.handle, len(call.x))
 
     def combine(self, given: CombineArguments) -> CombineCall:
         """The call for the engine.

@@ -37,7 +37,6 @@ from deepep_cupy.protocol.headers import (
     describe_refusal,
 )
 from deepep_cupy.protocol.sizes import MAX_EXPERTS, num_scales
-from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.reference.quant import QUANTIZABLE
 
 __all__ = ["Checker"]
@@ -299,15 +298,7 @@ class Checker(ArgumentChecker):
                 f"must have one row per row that the dispatch returned, {known.num_rows}, got "
                 f"{len(rows)}",
             )
-        dtype = np.dtype(rows.dtype)
-        if not (dtype.isnative and dtype.name in ADDABLE):
-            why = " (FP8 rows cannot be added exactly: combine a wider type)"
-            self.refuse(
-                "combine",
-                "x",
-                f"must have a dtype that can be added ({', '.join(ADDABLE)}), got {dtype}"
-                f"{why if dtype.name in _FP8 else ''}",
-            )
+        dtype = self.addable("combine", rows)
         shape = {"num_rows": len(rows)}
         if not known.do_expand:
             shape = {"num_recv_tokens": len(rows), "num_topk": known.signature.num_topk}

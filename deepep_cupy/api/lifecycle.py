@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
+from deepep_cupy.api.hooks import Hook, OpenCalls
 from deepep_cupy.engines.protocol import Engine
 from deepep_cupy.errors import (
     ContractError,
@@ -16,7 +17,7 @@ from deepep_cupy.errors import (
     StateError,
     described,
 )
-from deepep_cupy.protocol.headers import Kind
+from deepep_cupy.protocol.headers import Kind, Refusal, RefusalCode
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.exit_guard import ExitGuard
@@ -103,6 +104,7 @@ class Lifecycle:
     Attributes:
         state: Where in its life the Buffer is.
         inside: Held by the thread that is in a collective call.
+        sent: Calls that were sent and not yet received.
     """
 
     def __init__(
@@ -121,11 +123,13 @@ class Lifecycle:
         self._engine = engine
         self.state = State.OPEN
         self.inside = inside
+        self.sent = OpenCalls(spec.low_latency_in_flight, spec.rank)
 
     def reset(self) -> None:
         """See ``Buffer.reset``."""
         self.must_not_be_closed("reset")
         with self._alone("reset"), self.failures("reset"):
+            self.sent.drop("reset")
             self._engine.reset()
         self._guard.doomed = False
         if self.state is State.POISONED:
@@ -137,6 +141,7 @@ class Lifecycle:
             return
         with self._alone("close"):
             self._become(State.CLOSED)
+            self.sent.drop("close")
             try:
                 self._engine.close(collective=True)
             except BaseException as error:
@@ -157,7 +162,9 @@ class Lifecycle:
             self._guard.code = error.code if isinstance(error.code, int) else 1
             self._guard.doomed = True
 
-    def operate(self, name: str, kind: Kind, work: Callable[..., D], *given: Any) -> D:
+    def operate(
+        self, name: str, kind: Kind, work: Callable[..., D], *given: Any, sends: bool = False
+    ) -> D:
         """Run a collective operation. Where this rank refuses an argument, all ranks learn it.
 
         Args:
@@ -165,12 +172,15 @@ class Lifecycle:
             kind: The operation, for the header that a refusal goes out with.
             work: Does it.
             given: For ``work``.
+            sends: Whether the call is to be received later, by ``hook``.
         """
         if self.state is not _OPEN:
             self.must_be_open(name)
         if not self.inside.acquire(False):
             raise self._occupied(name, poisons=True)
         try:
+            if len(self.sent):
+                self._refuse_while_open(name, kind, sends=sends)
             return work(*given)
         except BaseException as error:
             with self.failures(name):
@@ -179,6 +189,33 @@ class Lifecycle:
                 raise
         finally:
             self.inside.release()
+
+    def _refuse_while_open(self, name: str, kind: Kind, *, sends: bool) -> None:
+        """Refuse what may not come between sending and receiving; all ranks learn it."""
+        if self.sent.full(sends=sends):
+            self._engine.refuse(kind, Refusal(RefusalCode.CALLS_OPEN, len(self.sent)))
+            raise self.sent.complaint(name, sends=sends)
+
+    def hook(self, name: str, receive: Callable[[], None] | None) -> Hook | None:
+        """What receives a call that was sent; None where there is nothing to receive.
+
+        Args:
+            name: Method of ``Buffer``, for messages.
+            receive: Of the engine's output.
+        """
+        if receive is None:
+            return None
+        hook = Hook(name, receive, self._receive)
+        self.sent.add(hook)
+        return hook
+
+    def _receive(self, hook: Hook) -> None:
+        """See ``Hook.__call__``."""
+        if hook.gone is None:
+            self.must_be_open(hook.name)
+        with self._alone(hook.name), self.failures(hook.name):
+            self.sent.take(hook)
+            hook.receive()
 
     # ------------------------------------------------------------------------------------ states
 

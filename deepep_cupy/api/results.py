@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 from deepep_cupy.api.events import EventOverlap
 from deepep_cupy.api.handle import DispatchHandle, shape_of
 
-__all__ = ["CombineResult", "DispatchResult", "LayoutResult"]
+__all__ = ["CombineResult", "DispatchResult", "LayoutResult", "describe", "shapes"]
 
 
-def _describe(result: type[tuple[Any, ...]], **texts: str) -> None:
+def describe(result: type[tuple[Any, ...]], **texts: str) -> None:
     """Give the members of a named tuple the descriptions that ``help()`` shows."""
     for name, text in texts.items():
         getattr(result, name).__doc__ = text
 
 
-def _shapes(result: Any) -> str:
+def shapes(result: Any) -> str:
     """The ``repr`` of a result: dtypes and shapes of its arrays, not their elements."""
     members = (f"{name}={shape_of(value)}" for name, value in result._asdict().items())
     return f"{type(result).__name__}({', '.join(members)})"
@@ -36,10 +36,10 @@ class DispatchResult(NamedTuple):
     event: EventOverlap
 
     def __repr__(self) -> str:
-        return _shapes(self)
+        return shapes(self)
 
 
-_describe(
+describe(
     DispatchResult,
     recv_x="""Received rows, ``[N, H]``, dtype of ``x``, in the order (source rank, source token).
     Expanded: a row per (token, local expert), by (expert, source rank, source token). A pair of
@@ -64,10 +64,10 @@ class CombineResult(NamedTuple):
     event: EventOverlap
 
     def __repr__(self) -> str:
-        return _shapes(self)
+        return shapes(self)
 
 
-_describe(
+describe(
     CombineResult,
     combined_x="Sums of each token's rows, ``[T, H]``, dtype of ``x``.",
     combined_topk_weights="""Weights, ``[T, K]`` float32, summed over ranks; None without
@@ -86,10 +86,10 @@ class LayoutResult(NamedTuple):
     event: EventOverlap
 
     def __repr__(self) -> str:
-        return _shapes(self)
+        return shapes(self)
 
 
-_describe(
+describe(
     LayoutResult,
     num_tokens_per_rank="""Tokens that go to each rank, ``[R]`` int32: a token counts once a rank,
     however many of its choices are there.""",

@@ -41,16 +41,22 @@ def check_companions(
             checker.array("dispatch", argument, value, shape, dtypes)
 
 
-def choices(checker: ArgumentChecker, spec: BufferSpec, value: object, num_tokens: int) -> Any:
+def choices(
+    checker: ArgumentChecker,
+    spec: BufferSpec,
+    value: object,
+    num_tokens: int,
+    operation: str = "dispatch",
+) -> Any:
     """The engine's array of ``topk_idx``; its values are the engine's to check."""
-    topk_idx = checker.take("dispatch", "topk_idx", value)
+    topk_idx = checker.take(operation, "topk_idx", value)
     if spec.num_experts is None:
-        checker.refuse("dispatch", "topk_idx", "needs num_experts in the Buffer's constructor")
+        checker.refuse(operation, "topk_idx", "needs num_experts in the Buffer's constructor")
     shape = {"num_tokens": num_tokens, "num_topk": None}
-    checker.expect("dispatch", "topk_idx", topk_idx, shape, _INDEX)
+    checker.expect(operation, "topk_idx", topk_idx, shape, _INDEX)
     if not 1 <= topk_idx.shape[1] <= spec.num_topk:
         checker.refuse(
-            "dispatch",
+            operation,
             "topk_idx",
             f"must have 1 to num_topk = {spec.num_topk} columns, as the Buffer's constructor "
             f"was told, got {topk_idx.shape[1]}",

@@ -11,7 +11,15 @@ import numpy as np
 
 from deepep_cupy.errors import ContractError, described, shown
 
-__all__ = ["is_int", "misfit", "new_array", "resolve_dtype", "wrong_flag", "wrong_number"]
+__all__ = [
+    "is_int",
+    "is_true",
+    "misfit",
+    "new_array",
+    "resolve_dtype",
+    "wrong_flag",
+    "wrong_number",
+]
 
 _MOST_BYTES = 1 << 50
 
@@ -19,6 +27,11 @@ _MOST_BYTES = 1 << 50
 def is_int(value: object) -> TypeGuard[int]:
     """Whether it is a whole number, of Python or of NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_true(value: object) -> bool:
+    """Whether it is True, of Python or of NumPy; all else, whatever its truth, is not."""
+    return isinstance(value, bool | np.bool_) and bool(value)
 
 
 def wrong_number(name: str, value: object, low: int, high: int) -> str | None:

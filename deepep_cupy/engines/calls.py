@@ -381,6 +381,11 @@ class DispatchPlan(CallPlan):
     expert_rows: int = 0
     hook: bool = False
 
+    @property
+    def operation(self) -> str:
+        """The method of ``Buffer``, for messages."""
+        return "low_latency_dispatch" if self.expert_rows else "dispatch"
+
     def call(self, given: DispatchArguments) -> DispatchCall:
         """The call for the engine. ``given``: arrays are the engine's."""
         x, scales, handle, topk_idx = given.x, None, given.handle, given.topk_idx
@@ -402,11 +407,11 @@ class DispatchPlan(CallPlan):
             self,
         )
 
-    def signed(self, given: DispatchArguments, num_tokens: int) -> Signature:
-        """The signature of a call's handle."""
+    def signed(self, handle: Any, num_tokens: int) -> Signature:
+        """The signature of a call's handle, which is the given one where that is not None."""
         signature = self.signature
         if signature is None:
-            known: Signature = given.handle.signature
+            known: Signature = handle.signature
             return known
         if signature.num_tokens != num_tokens:
             self.signature = signature = replace(signature, num_tokens=num_tokens)
@@ -463,6 +468,7 @@ class CombinePlan(CallPlan):
         num_sms: Blocks to use, or ``None``: a hint, and no result depends on it.
         streams: Where the calls run, without the event that a call begins after.
         hook: As in ``DispatchPlan``, with a routing that is ``low_latency``.
+        expert_major: ``low_latency_combine``: the routing has ``expert_rows``.
     """
 
     own: bool = False
@@ -470,6 +476,12 @@ class CombinePlan(CallPlan):
     num_sms: int | None = None
     streams: Streams = HERE
     hook: bool = False
+    expert_major: bool = False
+
+    @property
+    def operation(self) -> str:
+        """The method of ``Buffer``, for messages."""
+        return "low_latency_combine" if self.expert_major else "combine"
 
     def call(self, given: CombineArguments) -> CombineCall:
         """The call for the engine. ``given``: arrays are the engine's."""

@@ -79,7 +79,8 @@ class DispatchOutput:
             choices and in a cached call.
         routing: The given one in a cached call.
         recv_scales: ``[routing.num_rows, S]``, dtype of the scales (float32, or int32 for
-            ``use_ue8m0``), in the order ``scales_layout``; ``None`` without scales.
+            ``use_ue8m0``), in the order ``scales_layout``; with ``plan.expert_rows`` ``[El,
+            expert_rows, S]`` in memory ``[El, S, expert_rows]``; ``None`` without scales.
         event: When the operation is done; always with ``async_finish``, else ``None``.
         receive: Of a call with ``plan.hook``, else ``None``: queues the receiving half on the
             stream that the call was made on; only then are the arrays defined. The api calls it

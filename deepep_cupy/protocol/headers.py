@@ -277,7 +277,7 @@ def describe_refusal(operation: str, rank: int, refusal: Refusal, limit: int = 0
             f"on that rank)"
         ),
         RefusalCode.CALLS_OPEN: (
-            f"it has {refusal.value} low-latency calls open, whose hooks must be called first"
+            f"it has sent {refusal.value} and not yet received it: hooks must be called first"
         ),
     }
     why = reasons.get(refusal.code, f"code {int(refusal.code)}, value {refusal.value}")

@@ -32,6 +32,11 @@ A call that breaks a rule raises here ``ValueError``, and in the library ``Contr
 from deepep_cupy.reference.combine import CombineResult, combine
 from deepep_cupy.reference.dispatch import DispatchResult, dispatch
 from deepep_cupy.reference.layout import DispatchLayout, Handle, get_dispatch_layout
+from deepep_cupy.reference.low_latency import (
+    LowLatencyResult,
+    low_latency_combine,
+    low_latency_dispatch,
+)
 from deepep_cupy.reference.quant import dequantize, quantize
 
 __all__ = [
@@ -39,9 +44,12 @@ __all__ = [
     "DispatchLayout",
     "DispatchResult",
     "Handle",
+    "LowLatencyResult",
     "combine",
     "dequantize",
     "dispatch",
     "get_dispatch_layout",
+    "low_latency_combine",
+    "low_latency_dispatch",
     "quantize",
 ]

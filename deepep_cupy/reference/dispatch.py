@@ -101,6 +101,7 @@ def dispatch(
     use_ue8m0: bool = False,
     scales_layout: Literal["row", "column"] = "row",
     recv_stats: Sequence[Array] | None = None,
+    expert_rows: int = 0,
 ) -> list[DispatchResult]:
     """Send each token's row to every rank it is routed to, once a rank.
 
@@ -157,6 +158,8 @@ def dispatch(
         use_ue8m0: Of ``reference.quantize``.
         scales_layout: ``"row"``: received scales are C-ordered, ``"column"``: Fortran-ordered.
         recv_stats: Per rank ``[El]`` int32, to which the counts are added. Not in a cached call.
+        expert_rows: Expanded layout: so many rows for each expert, in place of as many as it gets
+            (``reference.low_latency``); 0: packed. Not with ``num_worst_tokens``.
 
     Returns:
         One ``DispatchResult`` a rank.
@@ -197,7 +200,10 @@ def dispatch(
     else:
         if is_token_in_rank is not None:
             checks.check_masks(rows, is_token_in_rank)
-        routes, local = _choose(rows, topk_idx, num_experts, expert_alignment, do_expand)
+        routes, local = _choose(rows, topk_idx, num_experts, expert_alignment)
+        if do_expand:
+            pairs = zip(routes, local, strict=True)
+            routes = [expand(handle, own, expert_rows) for handle, own in pairs]
     if num_worst_tokens is not None:
         checks.check_worst([handle.num_recv_tokens for handle in routes], num_worst_tokens)
         topk = 0 if topk_idx is None else topk_idx[0].shape[1]
@@ -245,7 +251,6 @@ def _choose(
     topk_idx: Sequence[Array],
     num_experts: int | None,
     alignment: int,
-    do_expand: bool,
 ) -> tuple[list[Handle], list[Array]]:
     """The routing by ``topk_idx``, and the received choices in local numbers."""
     num_ranks = len(rows)
@@ -262,8 +267,6 @@ def _choose(
         count_experts(handle, own, num_local, alignment)
         for handle, own in zip(routes, local, strict=True)
     ]
-    if do_expand:
-        routes = [expand(handle, own) for handle, own in zip(routes, local, strict=True)]
     return routes, local
 
 

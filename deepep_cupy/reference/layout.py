@@ -209,21 +209,25 @@ def count_experts(handle: Handle, local: Array, num_local: int, alignment: int) 
     )
 
 
-def expand(handle: Handle, local: Array) -> Handle:
+def expand(handle: Handle, local: Array, expert_rows: int = 0) -> Handle:
     """Turn to the expanded layout: a row per (received token, local expert it chose).
 
     Rows are sorted by local expert, then by received token, that is by source rank and source
-    token; the rows of expert e begin at the sum of the rounded counts of the experts before it.
+    token; the rows of expert e begin at the sum of the rounded counts of the experts before it,
+    or, with ``expert_rows``, at e times that number.
 
     Args:
         handle: Of ``count_experts``.
         local: ``[N, K]`` local expert numbers, -1 elsewhere.
+        expert_rows: Rows for each expert, at least as many as any can get; 0: packed.
     """
     counts = handle.num_unaligned_recv_tokens_per_expert
     inclusive = handle.psum_num_recv_tokens_per_expert
     if counts is None or inclusive is None:
         raise ValueError("expand(): there are no choices to expand by")
     first_row = np.concatenate([[0], inclusive[:-1]])
+    if expert_rows:
+        first_row = np.arange(len(counts), dtype=np.int64) * expert_rows
     table = np.full(local.shape, -1, np.int32)
     token, column = np.nonzero(local >= 0)
     by_expert = np.argsort(local[token, column], kind="stable")  # and by token: they are ascending
@@ -233,7 +237,7 @@ def expand(handle: Handle, local: Array) -> Handle:
         handle,
         psum_num_recv_tokens_per_expert=(first_row + counts).astype(np.int32),
         expanded_row=table,
-        num_expanded_tokens=int(inclusive[-1]),
+        num_expanded_tokens=len(counts) * expert_rows or int(inclusive[-1]),
     )
 
 

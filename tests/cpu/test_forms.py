@@ -406,7 +406,7 @@ def dtypes(patch):
 
 
 def handles(patch):
-    patch.setattr(call_cache, "_kind", lambda handle: None)
+    patch.setattr(call_cache, "kind_of", lambda handle: None)
 
 
 def weights(patch):

@@ -67,6 +67,7 @@ from deepep_cupy.reference.layout import (
     place_weights,
     send_rows,
 )
+from deepep_cupy.reference.low_latency import source_info, transposed
 
 __all__ = ["HostEngine", "HostEvent", "check_experts"]
 
@@ -209,11 +210,13 @@ class HostEngine:
         mask = self._route(call, words)
         flags = LayoutFlag.EXPANDED * call.plan.expand
         flags |= LayoutFlag.LOW_LATENCY * call.plan.low_latency
-        words["layout"] = layout_word(words["layout"], flags)
+        most_tokens = call.plan.expert_rows // self._spec.num_ranks
+        words["layout"] = layout_word(words["layout"], flags, most_tokens)
         dtype, x = x.dtype, whole_items(x)
         birth = self._epoch
         parts = self._rail_parts(mask)
-        counts, records = self._agree("dispatch", words, mask.sum(axis=0, dtype=np.int64), parts)
+        operation = call.plan.operation
+        counts, records = self._agree(operation, words, mask.sum(axis=0, dtype=np.int64), parts)
 
         token = None
         if call.routing is None:
@@ -252,7 +255,7 @@ class HostEngine:
             recv_weights = self._mover.move(weights, bounds, num_rows)
         if call.routing is None:
             src_idx = move([batch.token for batch in batches])  # type: ignore[misc]
-        self._wire.wait("dispatch", "rows", PATIENCE_S * (len(batches) > 1))
+        self._wire.wait(operation, "rows", PATIENCE_S * (len(batches) > 1))
         recv_x = recv_x.view(dtype)
         for array, nothing in ((src_idx, -1), (local, -1), (recv_weights, 0)):
             if array is not None:
@@ -271,7 +274,10 @@ class HostEngine:
             handle = self._count(call, handle, local)
         routing = HostRouting.of(handle, bounds, birth, waited=call.plan.num_worst_tokens is None)
         if call.plan.low_latency:
-            routing = replace(routing, low_latency=True)
+            routing = replace(routing, low_latency=True, expert_rows=call.plan.expert_rows)
+        if call.plan.expert_rows:
+            info, ranges = source_info(handle, call.plan.expert_rows)
+            routing = replace(routing, recv_src_info=info, recv_layout_range=ranges)
         if call.topk_idx is not None and call.plan.expand:
             chosen = choices[0] if len(batches) == 1 else self._choices(own, mask, every=True)
             routing = replace(routing, sent_columns=tuple(each >= 0 for each in chosen or ()))
@@ -324,8 +330,8 @@ class HostEngine:
         handle = count_experts(handle, local, num_local, unit)
         if not call.plan.expand:
             return handle
-        handle = expand(handle, local)
-        if call.plan.num_worst_tokens is None:
+        handle = expand(handle, local, call.plan.expert_rows)
+        if call.plan.num_worst_tokens is None or call.plan.expert_rows:
             return handle
         most = worst_expanded_rows(len(local), local.shape[1], num_local, unit)
         return replace(handle, num_expanded_tokens=most)
@@ -346,7 +352,9 @@ class HostEngine:
                 scales = _expanded(scales, routing, place, zero_padding=zero)
             if weights is not None:
                 weights = _expanded(weights, routing, place_weights, zero_padding=zero)
-        if scales is not None and call.plan.scales_layout == "column":
+        if scales is not None and call.plan.expert_rows:
+            scales = transposed(scales.reshape(-1, call.plan.expert_rows, scales.shape[1]))
+        elif scales is not None and call.plan.scales_layout == "column":
             scales = np.asfortranarray(scales)
         if call.recv_stats is not None:
             call.recv_stats[...] += routing.expert_counts
@@ -358,6 +366,7 @@ class HostEngine:
             routing=routing,
             recv_scales=scales,
             event=HostEvent() if call.streams.async_finish else None,
+            receive=_receive_nothing if call.plan.hook else None,
         )
 
     def combine(self, call: CombineCall) -> CombineOutput:
@@ -376,11 +385,15 @@ class HostEngine:
             | LayoutFlag.PER_NODE * by_node
             | LayoutFlag.ROW_WEIGHTS * (call.row_weights is not None)
             | LayoutFlag.LOW_LATENCY * routing.low_latency
+            | LayoutFlag.TOKEN_WEIGHTS * (call.token_weights is not None)
         )
+        operation = call.plan.operation
         bounds = rank_bounds(routing.recv_rows_per_rank)
-        self._agree("combine", words, np.diff(bounds))
+        self._agree(operation, words, np.diff(bounds))
 
         rows, row_weights = call.x, call.row_weights
+        if call.token_weights is not None:
+            row_weights = self._weights_of_rows(call.token_weights, routing, bounds)
         if routing.expanded and not exact:
             real = routing.expanded_row[: bounds[-1]]  # type: ignore[index]
             rows, row_weights = sum_copies(rows, real, row_weights), None
@@ -396,7 +409,7 @@ class HostEngine:
             factors = None
             if row_weights is not None:
                 factors = self._mover.bring_back(row_weights, routing, bounds, copies=True)
-            self._wire.wait("combine", "rows")
+            self._wire.wait(operation, "rows")
             terms = terms_of(routing, back, factors, copies=exact)
             if weights is not None:
                 weight_terms = terms_of(routing, weights, None, copies=False)
@@ -411,7 +424,22 @@ class HostEngine:
             shape = (routing.num_tokens, call.topk_weights.shape[1])
             combined_weights = add(shape, np.dtype(np.float32), (), weight_terms)
         event = HostEvent() if call.streams.async_finish else None
-        return CombineOutput(combined_x, combined_weights, event)
+        receive = _receive_nothing if call.plan.hook else None
+        return CombineOutput(combined_x, combined_weights, event, receive)
+
+    def _weights_of_rows(
+        self, token_weights: NDArray[Any], routing: Routing, bounds: list[int]
+    ) -> NDArray[Any]:
+        """``[num_rows]``: the weight of each row, which its token's rank gave."""
+        table = routing.expanded_row
+        assert table is not None
+        senders = [np.flatnonzero(column >= 0) for column in routing.send_row.T]
+        shares = [rows_of(token_weights, token) for token in senders]
+        received = self._mover.move([shares], bounds, bounds[-1])
+        self._wire.wait("low_latency_combine", "weights")
+        out = np.zeros(routing.num_rows, np.float32)
+        place_weights(received, table[: bounds[-1]], out)
+        return out
 
     def _node_sums(
         self, call: CombineCall, rows: NDArray[Any], bounds: list[int]
@@ -545,6 +573,10 @@ class HostEngine:
         self._epoch = int(everyone[:, 0].max()) + 2
         self._generation = int(everyone[:, 1].max()) + 1
         self._wire.drain(operation, everyone[:, 2 + self._spec.rank], self._generation)
+
+
+def _receive_nothing() -> None:
+    """The receiving half of a call that was over when it had sent."""
 
 
 def _expanded(
