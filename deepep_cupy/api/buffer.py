@@ -786,9 +786,12 @@ class Buffer(LowLatencyMethods):
         return self._life.state
 
     def reset(self) -> None:
-        """Bring a poisoned Buffer back to work. Handles stay valid. Harmless on an open one.
+        """Bring a poisoned Buffer back to work, and ranks together that are in different calls.
+        Handles stay valid. Harmless on an open Buffer.
 
         Collective: yes.  Stream: drains this Buffer's work.  Host sync: yes.
+
+        Calls of other ranks that wait for this one end in 0.2 s with ``PeerAbortedError``.
 
         Raises:
             StateError: The Buffer is closed.

@@ -19,7 +19,7 @@ from deepep_cupy.errors import PeerAbortedError, PeerTimeoutError
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
 from deepep_cupy.ranks.group import Group, LinkError, Request
 
-__all__ = ["CONTROL_TAG", "Pending", "Rendezvous", "name_ranks", "poll"]
+__all__ = ["CONTROL_TAG", "Hurry", "Pending", "Rendezvous", "name_ranks", "poll"]
 
 CONTROL_TAG = 0
 """Tags from here on are the operations'."""
@@ -30,6 +30,8 @@ _YIELDS = 100
 """Polls that only give the processor away, before the first sleep."""
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
+_GRACE_S = 0.2
+"""What is under way when a rank begins a ``reset`` may end by itself in this time."""
 _LAST_CHANCES = 20
 """Polls after the deadline, or after a peer gave up, before the wait fails. What is waited for may
 have come all the same: this process may itself have been stopped for a while, or the peer may have
@@ -57,6 +59,31 @@ def poll(round_number: int) -> None:
     else:
         doublings = min((round_number - _YIELDS) // 16, 16)
         time.sleep(min(_FIRST_SLEEP_S * 2**doublings, _LONGEST_SLEEP_S))
+
+
+class Hurry:
+    """Ends what waits for this rank in vain: some time after a ``reset`` has begun on it, the
+    abort board says so, and kernels and hosts that wait for this rank give up.
+
+    Args:
+        board: Of the ranks.
+        rank: This one.
+
+    Attributes:
+        done: Whether the board says so.
+    """
+
+    def __init__(self, board: AbortBoard, rank: int) -> None:
+        self.done = False
+        self._board, self._rank = board, rank
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        """Look at the clock."""
+        if not self.done and time.monotonic() - self._since > _GRACE_S:
+            self.done = True
+            text = "it is in reset(), and waits for the others"
+            self._board.abort(Abort(AbortReason.ERROR, self._rank, (), text))
 
 
 class Rendezvous:
@@ -133,8 +160,12 @@ class Rendezvous:
             if done:
                 pending.remove(each)
 
-    def barrier(self, operation: str) -> None:
+    def barrier(self, operation: str, hurry: Hurry | None = None) -> None:
         """Meet all ranks. A barrier that failed is taken up again by the next call.
+
+        Args:
+            operation: Method name, for messages.
+            hurry: Ends other ranks' waits for this one, so that they come.
 
         Raises:
             PeerTimeoutError: Names the ranks that did not come.
@@ -152,6 +183,8 @@ class Rendezvous:
             if expired > _LAST_CHANCES:
                 late = self.board.not_arrived(self._serial)
                 raise self.give_up(operation, "", late)
+            if hurry is not None:
+                hurry()
             poll(rounds)
             rounds += 1
         self._barrier = None

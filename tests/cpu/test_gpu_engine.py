@@ -19,10 +19,10 @@ from gpu_stand_in.engine import run_ranks
 from deepep_cupy import reference
 from deepep_cupy.engines.calls import Quantization, Streams
 from deepep_cupy.engines.gpu.engine import CudaEngine
-from deepep_cupy.engines.gpu.failures import FailureMonitor, Record
+from deepep_cupy.engines.gpu.failures import FailureMonitor, Record, Report
 from deepep_cupy.engines.gpu.operation import _PER_THREAD
 from deepep_cupy.errors import ContractError, PeerTimeoutError, StateError
-from deepep_cupy.protocol.control_block import Verdict
+from deepep_cupy.protocol.control_block import ReportLayout, Verdict
 from flat_calls import combine_call, dispatch_call
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -196,8 +196,8 @@ def test_too_many_tokens_without_a_host_that_waits():
         y = d.empty((3, 256), np.float32)
         with pytest.raises(ContractError, match=r"rank 0 would receive \d+ tokens, more than its"):
             rank.combine(combine_call(y, got.routing, None, ()))
-        rank.combine(combine_call(y, got.routing, None, ()))  # refused on the device
-        assert rank.kernels.world.reports[me][0] == 2
+        assert rank.kernels.world.reports[me][0] == 2  # launched, and refused on the device
+        rank.combine(combine_call(y, got.routing, None, ()))
         waited = rank.dispatch(dispatch_call(x, topk_idx=chosen))
         return len(waited.recv_x)
 
@@ -423,6 +423,7 @@ def test_a_reset_of_a_gpu_gives_quarantined_memory_back_between_its_barriers():
 
     engine = CudaEngine.__new__(CudaEngine)
     engine._device, engine._board = Device(), SimpleNamespace(clear=note("board"))
+    engine._spec = SimpleNamespace(rank=0)
     epochs = np.array([[5, 3], [9, 4]])
     engine._rendezvous = SimpleNamespace(barrier=note("barrier"), exchange=note("exchange", epochs))
     engine._runtime = SimpleNamespace(
@@ -448,7 +449,9 @@ def test_a_timeout_says_how_long_the_host_was_elsewhere(serial, away, told):
         verdict=Verdict.FAILED, serial=7, operation="dispatch", epoch=1, timed_out=True,
         late=(1,), reporters=(0,), phase="the header", block=0, headers=(), counts=(),
     )  # fmt: skip
-    report = SimpleNamespace(view=[1, 0], seen=0, busy_at=1, has_news=True, take=lambda: [record])
+    report = SimpleNamespace(
+        view=[1, 0], seen=0, busy_at=1, has_news=True, take=lambda: ([record], 0)
+    )
     board = SimpleNamespace(abort=lambda _: None)
     spec = SimpleNamespace(timeout_s=5.0, rank=0)
     monitor = FailureMonitor(report, SimpleNamespace(board=board), None, spec)
@@ -457,6 +460,33 @@ def test_a_timeout_says_how_long_the_host_was_elsewhere(serial, away, told):
         monitor.raise_pending(serial)
     assert caught.value.late_ranks == (1,)
     assert ("outside of the Buffer's calls for 6.0 s" in str(caught.value)) == told
+
+
+def test_records_that_kernels_overwrite_meanwhile_are_counted_as_lost(monkeypatch):
+    """Six were written; the ring holds four, and while the first of them is read two more come,
+    which take its place and the next one's."""
+    monkeypatch.setattr("cupy.cuda.alloc_pinned_memory", bytearray)
+    report = Report(ReportLayout(2, 0))
+    report.view[0], report.seen = 6, 1
+    read = Report._read
+
+    def slowly(self, number):
+        self.view[0] = 8
+        return read(self, number)
+
+    monkeypatch.setattr(Report, "_read", slowly)
+    monitor = FailureMonitor(report, None, None, SimpleNamespace(rank=0))
+    records, lost = report.take()
+    assert (len(records), lost) == (1, 4)  # 1 was overwritten long ago; 2, 3 and 4 may be torn
+    assert report.has_news
+    report.seen = 3
+    monkeypatch.setattr(
+        Report, "_read", lambda *_: SimpleNamespace(verdict=1, serial=0, headers=())
+    )
+    with pytest.raises(ContractError, match="2 calls of this Buffer were refused earlier"):
+        monitor.raise_pending()
+    assert monitor._refused == []  # calls without headers follow from another
+    monitor.raise_pending()
 
 
 # -------------------------------------------------------------------------------------- streams

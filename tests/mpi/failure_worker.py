@@ -182,6 +182,20 @@ def late_reset(comm):
 
 
 @scenario
+def reset_ends_waits(comm):
+    """Rank 1 leaves a call out and resets: the others, which wait for it there, learn it."""
+    trip = RoundTrip(comm, 1)
+    with make(comm) as buffer:
+        trip.there(buffer)
+        meet(comm)
+        if comm.rank != BAD:
+            report(lambda: trip.there(buffer))
+        report(buffer.reset)
+        trip.and_back(buffer, trip.there(buffer))
+        print("WORKS again", buffer.state.value)
+
+
+@scenario
 def reset_fails_within(comm):
     """Rank 1 is interrupted between its first meeting and the end of the exchange of states, twice:
     by an exception of its own, and by a time limit. What that exchange has left, a receive and its

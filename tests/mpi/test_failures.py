@@ -27,6 +27,7 @@ GO_ON = (
     "late_combine",
     "late_barrier",
     "late_reset",
+    "reset_ends_waits",
     "reset_fails_within",
     "late_then_close",
     "out_of_memory",
@@ -53,6 +54,19 @@ def saw(text):
     """(class, seconds, message) of every report."""
     found = re.findall(r"^SAW (\w+) ([\d.]+) ?(.*)$", text, re.MULTILINE)
     return [(kind, float(seconds), message) for kind, seconds, message in found]
+
+
+def test_a_reset_ends_what_waits_for_its_rank(sections):
+    for rank in range(RANKS):
+        text = sections["reset_ends_waits"][rank]
+        *waited, (reset, seconds, _) = saw(text)
+        assert (reset, "WORKS again open" in text) == ("nothing", True)
+        assert seconds < 0.6
+        if rank != BAD:
+            ((kind, seconds, message),) = waited
+            assert kind == "PeerAbortedError"
+            assert "rank 1 aborted (it is in reset(), and waits for the others)" in message
+            assert seconds < 0.6
 
 
 def test_a_reset_that_failed_spoils_no_later_one(sections):

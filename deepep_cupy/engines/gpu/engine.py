@@ -38,7 +38,7 @@ from deepep_cupy.protocol.headers import Kind, Refusal, RefusalCode
 from deepep_cupy.protocol.sizes import BufferSpec
 from deepep_cupy.ranks.abort_board import LINE_BYTES, Abort, AbortBoard, AbortReason
 from deepep_cupy.ranks.group import Group
-from deepep_cupy.ranks.rendezvous import Rendezvous
+from deepep_cupy.ranks.rendezvous import Hurry, Rendezvous
 
 __all__ = ["CudaEngine"]
 
@@ -213,8 +213,9 @@ class CudaEngine:
 
     def barrier(self, tag: int | None = None) -> None:
         """See ``Engine.barrier``."""
-        with self._runtime:
+        with self._runtime as runtime:
             self._launch_barrier(Kind.BARRIER, Refusal(RefusalCode.NONE), tag)
+            runtime.failures.raise_pending()
 
     def refuse(self, kind: Kind, refusal: Refusal) -> None:
         """See ``Engine.refuse``. Under graph capture nothing is sent: the error stays local."""
@@ -232,13 +233,17 @@ class CudaEngine:
 
     def dispatch(self, call: DispatchCall) -> DispatchOutput:
         """See ``Engine.dispatch``."""
-        with self._runtime:
-            return self._dispatcher.run(call)
+        with self._runtime as runtime:
+            output = self._dispatcher.run(call)
+            runtime.failures.raise_pending()
+            return output
 
     def combine(self, call: CombineCall) -> CombineOutput:
         """See ``Engine.combine``."""
-        with self._runtime:
-            return self._combiner.run(call)
+        with self._runtime as runtime:
+            output = self._combiner.run(call)
+            runtime.failures.raise_pending()
+            return output
 
     # ------------------------------------------------------------------------------- the end
 
@@ -248,10 +253,10 @@ class CudaEngine:
 
     def reset(self) -> None:
         """See ``Engine.reset``."""
-        runtime = self._runtime
+        runtime, hurry = self._runtime, Hurry(self._board, self._spec.rank)
         with self._device:
-            runtime.queue.drain()
-            self._rendezvous.barrier("reset")
+            runtime.queue.drain(hurry)
+            self._rendezvous.barrier("reset", hurry)
             queue = runtime.queue
             mine = np.array([runtime.memory.epoch(), queue.captured_calls], np.int64)
             states = self._rendezvous.exchange("reset", mine)

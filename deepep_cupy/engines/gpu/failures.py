@@ -144,12 +144,18 @@ class Report:
         """Serial of a launch that found the Buffer busy; 0: none did."""
         return int(self.view[self.busy_at])
 
-    def take(self) -> list[Record]:
-        """The records written since the last call, oldest first; at most ``NUM_RECORDS``."""
-        written = int(self.view[0])
-        first = max(self.seen, written - NUM_RECORDS)
+    def take(self) -> tuple[list[Record], int]:
+        """The records written since the last call, oldest first, and how many were lost: a ring
+        of ``NUM_RECORDS`` holds them, in which a kernel may be writing the next one meanwhile."""
+        found = []
+        first, written = self.seen, int(self.view[0])
+        for number in range(max(first, written - NUM_RECORDS), written):
+            record = self._read(number)
+            # Where as many have been counted since, the next one goes into this one's place.
+            if int(self.view[0]) - number < NUM_RECORDS:
+                found.append(record)
         self.seen = written
-        return [self._read(number) for number in range(first, written)]
+        return found, written - first - len(found)
 
     def clear(self) -> None:
         """Forget everything: the kernels' own counters are zeroed too."""
@@ -205,6 +211,7 @@ class FailureMonitor:
         self._spec = spec
         self._own: set[int] = set()
         self._refused: list[Record] = []
+        self._lost = 0
         self._failed: Record | None = None
         self._risky: deque[Block] = deque(maxlen=_BLOCKS_AT_RISK)
         self.left_at = time.monotonic()
@@ -223,10 +230,28 @@ class FailureMonitor:
         self.report.clear()
         self._own.clear()
         self._refused.clear()
+        self._lost = 0
         self._failed = None
         self._risky.clear()
 
     # -------------------------------------------------------------------------------- raising
+
+    @property
+    def _quiet(self) -> bool:
+        report = self.report
+        view = report.view
+        return bool(
+            view[0] == report.seen
+            and not (view[report.busy_at] or self._failed or self._refused or self._lost)
+        )
+
+    def raise_failure(self) -> None:
+        """Raise what has poisoned the Buffer, again and again until ``clear``. For the begin of an
+        operation: what was only refused does not keep the next one from being launched, for on
+        other ranks it may have been launched already."""
+        if not self._quiet:
+            self._listen(time.monotonic() - self.left_at)
+            self._raise_failed()
 
     def raise_pending(self, serial: int | None = None) -> None:
         """Raise a failure, again and again until ``clear``, else the oldest refusal, once.
@@ -234,28 +259,43 @@ class FailureMonitor:
         Args:
             serial: Only the refusal of this launch; older ones wait for the next call.
         """
-        report = self.report
-        view = report.view
-        if view[0] == report.seen and not (view[report.busy_at] or self._failed or self._refused):
+        if self._quiet:
             return
-        if report.has_news:
-            # A call that waits for the launch it has made is not away.
-            self._away = time.monotonic() - self.left_at if serial is None else 0.0
-            for record in report.take():
-                if record.verdict == Verdict.FAILED:
-                    for block in self._risky:
-                        self._pool.quarantine(block)
-                    self._failed = record
-                elif record.serial not in self._own and not _follows(record):
-                    self._refused.append(record)
-                self._own.discard(record.serial)
-        if self._failed is not None:
-            raise self._failure(self._failed)
+        # A call that waits for the launch it has made is not away.
+        self._listen(time.monotonic() - self.left_at if serial is None else 0.0)
+        self._raise_failed()
+        if self._lost and serial is None:
+            lost, self._lost = self._lost, 0
+            raise self._overwritten(lost)
         for record in self._refused:
             if serial is None or record.serial == serial:
                 self._refused.remove(record)
                 raise self._refusal(record)
-        if report.busy_serial:
+
+    def _listen(self, away: float) -> None:
+        """Take in what kernels have written.
+
+        Args:
+            away: Seconds that the host has been outside of the Buffer's calls.
+        """
+        if not self.report.has_news:
+            return
+        self._away = away
+        records, lost = self.report.take()
+        self._lost += lost
+        for record in records:
+            if record.verdict == Verdict.FAILED:
+                for block in self._risky:
+                    self._pool.quarantine(block)
+                self._failed = record
+            elif record.serial not in self._own and not _follows(record):
+                self._refused.append(record)
+            self._own.discard(record.serial)
+
+    def _raise_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failure(self._failed)
+        if self.report.busy_serial:
             raise self._busy()
 
     def missing_report(self, serial: int) -> NoReturn:
@@ -271,6 +311,14 @@ class FailureMonitor:
         return StateError(
             f"another operation of this Buffer was running on rank {self._spec.rank} when one "
             f"started; a Buffer is for one thread, or for threads that take turns; {_WHAT_NEXT}."
+        )
+
+    def _overwritten(self, number: int) -> ContractError:
+        calls = "a call" if number == 1 else f"{number} calls"
+        return ContractError(
+            f"{calls} of this Buffer were refused earlier, and later refusals had overwritten why "
+            f"before rank {self._spec.rank} looked; nothing was moved in them; call check() after "
+            f"a synchronisation more often to learn more."
         )
 
     def _refusal(self, record: Record) -> ContractError:

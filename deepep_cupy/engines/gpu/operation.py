@@ -41,6 +41,7 @@ from deepep_cupy.protocol.headers import (
     RefusalCode,
     tagged,
 )
+from deepep_cupy.ranks.rendezvous import Hurry, poll
 
 __all__ = ["DeviceOrder", "GpuEvent", "Operation", "OperationQueue", "Retention"]
 
@@ -134,11 +135,19 @@ class DeviceOrder:
                 stream.wait_event(events.record(last).event)
         self._captured = (capture, stream)
 
-    def drain(self) -> None:
+    def drain(self, events: CupyEvents, hurry: Hurry | None) -> None:
         """Wait until the last operation has ended: it ends by itself, at the latest in
-        ``timeout_s``."""
-        if self._last is not None:
-            self._last.synchronize()
+        ``timeout_s``, and sooner where it can be hurried."""
+        last = self._last
+        if last is None:
+            return
+        if hurry is not None and events.capture_id(last) == 0:
+            end, rounds = events.record(last), 0
+            while not (hurry.done or events.query(end)):
+                hurry()
+                poll(rounds)
+                rounds += 1
+        last.synchronize()
 
 
 class Retention:
@@ -149,7 +158,7 @@ class Retention:
         device: CUDA ordinal.
 
     Attributes:
-        captured: Whether graphs have operations.
+        captured: Whether graphs have operations of this Buffer.
         kept: Events, and what is kept until they are over.
         returned: Borrowed memory that has no reference left, and the streams that used it.
     """
@@ -171,7 +180,6 @@ class Retention:
 
     def for_ever(self, objects: object) -> None:
         """Keep ``objects`` until ``clear``."""
-        self.captured = True
         self._for_ever.append(objects)
 
     def borrow(self, nbytes: int, stream: Stream, user: Stream) -> tuple[Pointer, Borrowed]:
@@ -309,10 +317,14 @@ class OperationQueue:
         else:
             retention.until(self.events.record(stream), things)
 
-    def drain(self) -> None:
+    def drain(self, hurry: Hurry | None = None) -> None:
         """Wait until all operations of this Buffer are over, those in graphs too. Each of them
-        ends by itself, at the latest in ``timeout_s``."""
-        self.order.drain()
+        ends by itself, at the latest in ``timeout_s``.
+
+        Args:
+            hurry: Lets those end that wait for other ranks.
+        """
+        self.order.drain(self.events, hurry)
         if self.retention.captured:
             self.cupy.cuda.runtime.deviceSynchronize()
 
@@ -462,6 +474,8 @@ class Operation:
             tag: The caller's, or None.
         """
         queue, identity = self._queue, tagged(tag)
+        if self.capture != 0:
+            queue.retention.captured = True
         if tag is None and self.capture != 0:
             identity = queue.captured_calls = queue.captured_calls % MAX_TAG + 1
         ready(self.serial, self.stream.ptr, identity)
@@ -485,9 +499,7 @@ class Operation:
         kept, self._kept = self._kept, []
         if call is not None:
             kept.extend(call.kept)
-        if self.capture == JOINED:
-            retention.captured = True  # who joins captures keeps what they use
-        elif self.capture != 0:
+        if self.capture not in (0, JOINED):  # who joins captures keeps what they use
             retention.for_ever((call, kept))
         if self.current is self.stream:
             if kept and self.capture == 0:

@@ -18,8 +18,8 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """The parts of one engine. A context manager: whoever enters it is on the engine's device,
-    after what earlier operations have left to be raised.
+    """The parts of one engine. A context manager: whoever enters it is on the engine's device, and
+    the Buffer is not poisoned as far as this rank knows.
 
     Args:
         spec: Sizes of the Buffer.
@@ -61,7 +61,7 @@ class Runtime:
         self._grids: dict[int, GridPlan] = {}
 
     def __enter__(self) -> Runtime:
-        self.failures.raise_pending()
+        self.failures.raise_failure()
         self._device.__enter__()
         return self
 

@@ -53,7 +53,7 @@ from deepep_cupy.protocol.rail import RailPart, plan_rail
 from deepep_cupy.protocol.sizes import BufferSpec, worst_expanded_rows
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason
 from deepep_cupy.ranks.group import Group
-from deepep_cupy.ranks.rendezvous import Rendezvous
+from deepep_cupy.ranks.rendezvous import Hurry, Rendezvous
 from deepep_cupy.reference import get_dispatch_layout
 from deepep_cupy.reference.checks import names_an_expert_twice, names_no_expert
 from deepep_cupy.reference.combine import Terms, add, sum_copies
@@ -551,7 +551,7 @@ class HostEngine:
 
     def reset(self) -> None:
         """See ``Engine.reset``."""
-        self._settle("reset")
+        self._settle("reset", Hurry(self._board, self._spec.rank))
         self._board.clear()
         self._rendezvous.barrier("reset")
 
@@ -565,9 +565,9 @@ class HostEngine:
         else:
             self._wire.abandon()
 
-    def _settle(self, operation: str) -> None:
+    def _settle(self, operation: str, hurry: Hurry | None = None) -> None:
         """Meet all ranks, agree on epoch and generation, and empty the wires."""
-        self._rendezvous.barrier(operation)
+        self._rendezvous.barrier(operation, hurry)
         words = np.concatenate([[self._epoch, self._generation], self._wire.sent])
         everyone = self._rendezvous.exchange(operation, words)
         self._epoch = int(everyone[:, 0].max()) + 2

@@ -103,8 +103,11 @@ class Rank:
             return self.dispatcher.run(call)
 
     def combine(self, call):
-        with self.runtime:
-            return self.combiner.run(call)
+        """Its kernel is over at once, and on GPUs that of the call before it."""
+        with self.runtime as runtime:
+            output = self.combiner.run(call)
+            runtime.failures.raise_pending()
+            return output
 
 
 def run_ranks(num_ranks, work, *, num_experts=None, max_tokens=16, num_topk=8, row_bytes=4096):

@@ -384,10 +384,33 @@ def _(patch):
     take = failures.Report.take
 
     def some(self):
-        records = take(self)
-        return [each for each in records if each.verdict != 1]
+        records, lost = take(self)
+        return [each for each in records if each.verdict != 1], lost
 
     patch(failures.Report, "take", some)
+
+
+@_fault("a refusal found in the next call keeps it from being launched")
+def _(patch):
+    def raise_failure(self):
+        self.raise_pending()
+
+    patch(failures.FailureMonitor, "raise_failure", raise_failure)
+
+
+@_fault("records that were overwritten are passed over")
+def _(patch):
+    take = failures.Report.take
+
+    def some(self):
+        return take(self)[0], 0
+
+    patch(failures.Report, "take", some)
+
+
+@_fault("reset leaves ranks waiting that wait for it")
+def _(patch):
+    patch(rendezvous.Hurry, "__call__", _nothing)
 
 
 @_fault("an error is not told to ranks that wait")

@@ -7,6 +7,7 @@ at which results are read and dropped are each rank's own.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from dataclasses import dataclass, field
@@ -69,10 +70,11 @@ class Section:
     """Calls with one end.
 
     Attributes:
-        end: ``"fine"``, ``"refused"``, ``"late"``, ``"interrupted"`` or ``"graph"``.
+        end: ``"fine"``, ``"refused"``, ``"ahead"``, ``"late"``, ``"interrupted"`` or ``"graph"``.
         calls: In order.
         culprit: The rank that is late, is interrupted, or refuses.
-        followers: Calls behind a refused one. Of late ranks: 1 where the clock of one jumps.
+        followers: Calls behind a refused one; of ``"ahead"`` the most, each rank makes some of
+            them. Of late ranks: 1 where the clock of one jumps.
     """
 
     end: str
@@ -91,7 +93,7 @@ class Story:
         elsewhere: Whether plain calls may be on another stream than their handle's.
     """
 
-    def __init__(self, seed, *, num_ranks=None, followers=0, elsewhere=False):
+    def __init__(self, seed, *, num_ranks=None, followers=6, elsewhere=False):
         self.seed = seed
         self.random = random.Random(f"story {seed}")
         self.numbers = np.random.default_rng(seed)
@@ -148,7 +150,8 @@ class Story:
             call.limits[culprit] = real - 1
             number = self.random.randint(0, self._most_followers)
             call.wanted = None
-            return Section("refused", [call], culprit, number)
+            ahead = number and self.random.random() < 0.5
+            return Section("ahead" if ahead else "refused", [call], culprit, number)
         call = self.dispatch(limits=[0] * self.num_ranks)
         call.wanted = None
         call.idx[culprit] = call.idx[culprit].copy()
@@ -289,21 +292,8 @@ class Rank:
 
     def _refused(self, section):
         call = section.calls[0]
-        buffer, raised = self.buffers[call.buffer], 0
-        try:
-            self.do(call)
-        except ContractError as error:
-            raised += 1
-            self.machine.baton.note(f"rank {self.rank}: {error}")
-        done = self.live.get(call.number)
-        for _ in range(section.followers):
-            try:
-                if done is not None:
-                    buffer.combine(Array(done.recv_x.shape, np.float32), done.handle)
-                else:
-                    buffer.barrier()
-            except ContractError:
-                raised += 1
+        buffer = self.buffers[call.buffer]
+        raised, done = self._followed(call, section.followers)
         raised += self._settle(buffer)
         if not raised:
             raise StoryError(f"rank {self.rank}: a refusal was never raised")
@@ -313,6 +303,44 @@ class Rank:
         self.live.pop(call.number, None)
         del done
         self.world.allgather(None)
+
+    def _followed(self, call, followers):
+        """A call that is refused, and more behind it: how often that was raised, its result."""
+        buffer, raised = self.buffers[call.buffer], 0
+        try:
+            self.do(call)
+        except ContractError as error:
+            raised += 1
+            self.machine.baton.note(f"rank {self.rank}: {error}")
+        done = self.live.get(call.number)
+        for _ in range(followers):
+            if self.random.random() < 0.3:
+                self.main_stream.synchronize()
+            try:
+                if done is not None:
+                    buffer.combine(Array(done.recv_x.shape, np.float32), done.handle)
+                else:
+                    buffer.barrier()
+            except ContractError:
+                raised += 1
+        return raised, done
+
+    def _ahead(self, section):
+        """Behind a refused call each rank makes another number of calls; then all reset."""
+        self._calm()
+        call, baton = section.calls[0], self.machine.baton
+        self.failing = True
+        done = None
+        with contextlib.suppress(PeerAbortedError, StateError):
+            done = self._followed(call, self.random.randint(0, section.followers))[1]
+        self.live.clear()
+        del done
+        begun = baton.now
+        for buffer in self.buffers:
+            buffer.reset()
+        if baton.now - begun > TIMEOUT_S / 2:
+            raise StoryError(f"rank {self.rank}: reset() took {baton.now - begun:.2f} s")
+        self.failing = False
 
     def _settle(self, buffer):
         """What the page of the api says to do after a refusal."""
