@@ -19,7 +19,14 @@ from deepep_cupy.cli.progress import Progress
 from deepep_cupy.cli.ranks import world
 from deepep_cupy.cli.table import columns
 from deepep_cupy.errors import ContractError
-from deepep_cupy.testing.data import Case, cases, expected, mode_cases, node_cases
+from deepep_cupy.testing.data import (
+    Case,
+    cases,
+    expected,
+    low_latency_cases,
+    mode_cases,
+    node_cases,
+)
 from deepep_cupy.testing.round_trip import RoundTrip, buffer_arguments, modes_needed
 
 __all__ = ["add_arguments", "run"]
@@ -39,6 +46,7 @@ The words of a case, in this order:
   worst, tight       the host does not wait for the counts
   expand, zeros      the expanded layout, do_zero_padding; perrank, rowweights: of its combine
   stats, out, async  statistics; combine into a given array; async_finish on both calls
+  low, v1, hook      low_latency=True; DeepEP V1's low-latency calls, without and with hooks
 dispatch, combine: ok, WRONG, or - (rows that cannot be added; a mode the engine does not have)
 """
 _Nodes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -55,6 +63,7 @@ _MODES: dict[str, Callable[[Case], bool]] = {
     "statistics": lambda case: case.stats,
     "combine into out": lambda case: case.out,
     "events": lambda case: case.background,
+    "low latency": lambda case: bool(case.low_latency),
     _BY_NODE: lambda case: case.reduce == "per_node",
 }
 """Line of the summary → which cases it counts; a case may be in several."""
@@ -87,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     engine, nodes = _vote(comm, args.engine)
     if len(nodes) > 1:
         chosen += node_cases(comm.size)
+    else:
+        chosen += low_latency_cases(comm.size, small=small)
     table = _Table(chosen, shown=comm.rank == 0)
     wrong = missing = 0
     for number, case in enumerate(chosen):

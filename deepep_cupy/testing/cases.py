@@ -23,7 +23,16 @@ from deepep_cupy.protocol.nodes import MAX_RANKS
 from deepep_cupy.reference.combine import ADDABLE
 from deepep_cupy.testing.pairwise import Pair, Row, covering_rows
 
-__all__ = ["Case", "cases", "mode_cases", "mode_table", "node_cases", "sequence", "table"]
+__all__ = [
+    "Case",
+    "cases",
+    "low_latency_cases",
+    "mode_cases",
+    "mode_table",
+    "node_cases",
+    "sequence",
+    "table",
+]
 
 Levels: TypeAlias = tuple[tuple[Any, ...], ...]
 """Per level of a factor the values it stands for."""
@@ -72,6 +81,10 @@ class Case:
         stats: Whether counts are added to statistics.
         out: Whether combine writes into a given array.
         background: Whether both calls have ``previous_event`` and ``async_finish``.
+        low_latency: ``""``; ``"low"``: ``dispatch(low_latency=True)``, with the ``wait`` of a call
+            that does not wait; ``"v1"``, ``"hook"``: DeepEP V1's calls, without and with hooks.
+            ``weights`` go along in the dispatch then, and are given to the combine where they do
+            not; M is ``num_max_tokens``.
     """
 
     num_ranks: int
@@ -96,6 +109,7 @@ class Case:
     stats: bool = False
     out: bool = False
     background: bool = False
+    low_latency: str = ""
 
     @property
     def id(self) -> str:
@@ -123,6 +137,7 @@ class Case:
             "stats" if self.stats else "",
             "out" if self.out else "",
             "async" if self.background else "",
+            self.low_latency,
         ]
         return "-".join(filter(None, parts))
 
@@ -150,6 +165,11 @@ class Case:
     def cached(self) -> bool:
         """Whether the dispatch under test runs on the handle of an earlier one."""
         return self.layout.startswith("cached")
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether the calls are DeepEP V1's low-latency ones."""
+        return self.low_latency in ("v1", "hook")
 
     @property
     def from_topk(self) -> bool:
@@ -642,4 +662,38 @@ def node_cases(num_ranks: int) -> tuple[Case, ...]:
         replace(plain, expand=True, row_weights=True, num_biases=1),
         replace(plain, expand=True, weights=True, dtype="float32", wait="worst"),
         replace(plain, expand=True, dtype="int32", layout="cached"),
+    )
+
+
+def low_latency_cases(num_ranks: int, small: bool = False) -> tuple[Case, ...]:
+    """The cases of low-latency calls, for the ranks of one node.
+
+    Args:
+        num_ranks: R.
+        small: A few tokens of short rows.
+    """
+    tokens = _alternate(num_ranks, *((3, 0, 5, 1) if small else (128, 0, 64, 1)))
+    one, hidden = (1,) * num_ranks, 130 if small else 1000
+    experts = 4 * num_ranks
+    low = Case(num_ranks, tokens, hidden, experts, 3, "bfloat16", low_latency="low", wait="worst")
+    many = replace(low, num_topk=min(8, experts), expand=True)
+    v1 = replace(low, wait="host", low_latency="v1", weights=False, reduce="per_rank")
+    return (
+        *(replace(low, num_tokens=each) for each in (tokens, one, (0,) * num_ranks)),
+        replace(low, wait="tight", fp8="quantize", scales_layout="column", stats=True),
+        replace(low, fp8="packed", dtype="float8_e4m3fn", background=True, out=True),
+        replace(low, dtype="int32", weights=False, num_biases=2, index_dtype="int32"),
+        replace(low, routing="half", fp8="ue8m0", dtype="float32"),
+        replace(low, routing="nothing", num_biases=1),
+        replace(many, expert_alignment=4, zero_padding=True, row_weights=True),
+        replace(many, fp8="quantize", reduce="per_rank", row_weights=True, stats=True, out=True),
+        replace(many, dtype="float16", reduce="per_rank", routing="one", wait="tight"),
+        *(replace(v1, num_tokens=each, fp8="quantize") for each in (tokens, one, (0,) * num_ranks)),
+        replace(v1, dtype="float32", hidden=hidden + 1, weights=True, reduce="exact", stats=True),
+        replace(v1, fp8="round", dtype="float16", num_topk=min(8, experts), out=True),
+        replace(v1, fp8="ue8m0", index_dtype="int32", weights=True, background=True),
+        replace(v1, dtype="float64", routing="one", weights=True),
+        replace(v1, routing="skewed", fp8="quantize", num_topk=min(8, experts), reduce="exact"),
+        replace(v1, routing="half", low_latency="hook", fp8="quantize", stats=True),
+        replace(v1, routing="nothing", low_latency="hook", weights=True),
     )

@@ -17,6 +17,7 @@ __all__ = [
     "assert_dispatch_equal",
     "assert_equal_or_nan",
     "assert_handle_equal",
+    "assert_low_latency_equal",
     "assert_same_bits",
     "to_host",
 ]
@@ -111,6 +112,40 @@ def assert_handle_equal(got: Any, want: Any, *, rank: int | None = None) -> None
         value = getattr(got, name)
         if needed or value is not None:
             assert_same_bits(f"handle.{name}", value, getattr(want, name), rank=rank)
+
+
+def assert_low_latency_equal(got: Any, want: Any, *, rank: int | None = None) -> None:
+    """Check every field of a ``low_latency_dispatch`` and of its handle (``want``: a
+    ``reference.LowLatencyResult``). Rows that are not ``want.defined`` are not compared."""
+    count, real = want.recv_count, want.defined
+    assert_same_bits("recv_count", got.recv_count, count, rank=rank)
+    found: list[Any] = [got.recv_x, want.recv_x]
+    for number, value in enumerate(found):
+        found[number] = value if isinstance(value, tuple) else (value,)
+    _assert_same("parts of recv_x", len(found[0]), len(found[1]), rank)
+    for name, value, right in zip(("recv_x", "scales"), *found, strict=False):
+        if name == "scales":
+            order = value.transpose(0, 2, 1).flags.c_contiguous
+            _assert_same("memory of scales is [El, S, rows]", bool(order), True, rank)
+        _compare_real(name, value, right, real, rank)
+    handle = got.handle
+    ranges = handle.recv_layout_range
+    assert_same_bits("recv_layout_range", ranges, want.recv_layout_range, rank=rank)
+    _compare_real("recv_src_info", handle.recv_src_info, want.recv_src_info, real, rank)
+    weights = handle.recv_weights
+    if weights is not None:
+        weights = weights.reshape(real.shape)
+    _compare_real("recv_weights", weights, want.weights, real, rank)
+
+
+def _compare_real(name: str, got: Any, want: Any, real: Any, rank: int | None) -> None:
+    """Compare the shapes, and what is real."""
+    if got is None or want is None:
+        assert_same_bits(name, got, want, rank=rank)
+        return
+    got = to_host(got)
+    _assert_same(f"shape of {name}", got.shape, want.shape, rank)
+    assert_same_bits(name, got[real], want[real], rank=rank)
 
 
 def _parts(got: Any, want: Any) -> list[tuple[str, Any, Any]]:

@@ -17,14 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from deepep_cupy.reference import (
-    CombineResult,
     DispatchResult,
     combine,
     dispatch,
     get_dispatch_layout,
+    low_latency_combine,
+    low_latency_dispatch,
 )
 from deepep_cupy.reference.quant import num_groups
-from deepep_cupy.testing.cases import Case, cases, mode_cases, node_cases, sequence
+from deepep_cupy.testing.cases import (
+    Case,
+    cases,
+    low_latency_cases,
+    mode_cases,
+    node_cases,
+    sequence,
+)
 
 __all__ = [
     "Case",
@@ -34,6 +42,7 @@ __all__ = [
     "Rows",
     "cases",
     "expected",
+    "low_latency_cases",
     "make_inputs",
     "make_rank_inputs",
     "make_rows",
@@ -85,7 +94,7 @@ class Rows:
     """What one rank passes to combine: a row, and weights, for each row it received.
 
     Attributes:
-        y: ``[rows, H]``; NaN where combine must not read.
+        y: ``[rows, H]``, of DeepEP V1's layout ``[El, R * M, H]``; NaN where combine must not read.
         topk_weights: ``[N, K]``, expanded ``[rows]``, or ``None``.
         row_weights: Expanded: ``[rows]``, or ``None``.
     """
@@ -101,9 +110,9 @@ class RankExpected:
 
     inputs: Inputs
     first: DispatchResult | None
-    dispatched: DispatchResult
+    dispatched: Any
     rows: Rows | None
-    combined: CombineResult | None
+    combined: Any
     worst: int | None
     stats: Array | None
 
@@ -115,7 +124,7 @@ class Expected:
     Attributes:
         inputs: Of dispatch.
         first: Result of the dispatch that makes the handle, in a cached case; else ``None``.
-        dispatched: Result of the dispatch under test.
+        dispatched: Result of the dispatch under test; of DeepEP V1's calls ``LowLatencyResult``.
         rows: Inputs of combine; empty where the rows cannot be added.
         combined: Result of combine; empty where the rows cannot be added.
         worst: ``num_worst_tokens``; ``None`` where the host waits.
@@ -124,9 +133,9 @@ class Expected:
 
     inputs: list[Inputs]
     first: list[DispatchResult] | None
-    dispatched: list[DispatchResult]
+    dispatched: list[Any]
     rows: list[Rows]
-    combined: list[CombineResult]
+    combined: list[Any]
     worst: list[int] | None = None
     stats: list[Array] | None = None
 
@@ -199,7 +208,7 @@ def make_rows(case: Case, seed: int, rank: int, num_rows: int, unread: Array | N
         raise ValueError(f"make_rows(): rows of {case.dtype} cannot be combined")
     rng = _rng(case, seed, rank, 1)
     weights = row_weights = None
-    if case.weights:
+    if case.weights and not case.low_latency:
         shape = (num_rows,) if case.expand else (num_rows, case.num_topk)
         weights = _floats(rng, (num_rows, math.prod(shape[1:])), np.dtype(np.float32))
         weights = weights.reshape(shape)
@@ -218,6 +227,8 @@ def make_rows(case: Case, seed: int, rank: int, num_rows: int, unread: Array | N
 def expected(case: Case, seed: int, nodes: Sequence[Sequence[int]] | None = None) -> Expected:
     """Run the reference for all ranks of a case; ``nodes``: see ``reference.combine``."""
     inputs = make_inputs(case, seed)
+    if case.by_expert:
+        return _expected_by_expert(case, seed, inputs)
     routing: dict[str, Any] = {"expert_alignment": case.expert_alignment}
     if case.from_topk:
         routing |= {
@@ -257,13 +268,46 @@ def expected(case: Case, seed: int, nodes: Sequence[Sequence[int]] | None = None
     combined = combine(
         [entry.y for entry in given],
         handles,
-        topk_weights=[_given(entry.topk_weights) for entry in given] if case.weights else None,
+        topk_weights=None
+        if given[0].topk_weights is None
+        else [_given(entry.topk_weights) for entry in given],
         biases=[entry.biases for entry in inputs],
         reduce=case.reduce,
         row_weights=[_given(e.row_weights) for e in given] if case.row_weights else None,
         nodes=nodes,
     )
     return Expected(inputs, first, dispatched, given, combined, worst, stats)
+
+
+def _expected_by_expert(case: Case, seed: int, inputs: list[Inputs]) -> Expected:
+    """The same of DeepEP V1's calls, whose results are ``LowLatencyResult`` and arrays."""
+    stats = [_given(entry.stats).copy() for entry in inputs] if case.stats else None
+    dispatched = low_latency_dispatch(
+        [entry.x for entry in inputs],
+        [_given(entry.topk_idx) for entry in inputs],
+        case.num_max_tokens,
+        case.num_experts or 0,
+        topk_weights=[_given(entry.topk_weights) for entry in inputs] if case.weights else None,
+        use_fp8=case.quantized,
+        round_scale=case.fp8 in ("round", "ue8m0"),
+        use_ue8m0=case.fp8 == "ue8m0",
+        recv_stats=stats,
+    )
+    rows = []
+    for rank, result in enumerate(dispatched):
+        made = make_rows(case, seed, rank, result.defined.size, ~result.defined.reshape(-1))
+        weights = None
+        if not case.weights:
+            shape = (case.num_tokens[rank], case.num_topk)
+            weights = _floats(_rng(case, seed, rank, 2), shape, np.dtype(np.float32))
+        rows.append(Rows(made.y.reshape(*result.defined.shape, case.hidden), weights))
+    combined = low_latency_combine(
+        [entry.y for entry in rows],
+        dispatched,
+        topk_weights=None if case.weights else [_given(entry.topk_weights) for entry in rows],
+        reduce="exact" if case.reduce == "exact" else "per_rank",
+    )
+    return Expected(inputs, None, dispatched, rows, combined, None, stats)
 
 
 def _copies(result: DispatchResult) -> Array:

@@ -24,6 +24,7 @@ MODES: dict[str, Callable[[Case], bool]] = {
     "stats": lambda case: case.stats,
     "out": lambda case: case.out and case.addable,
     "events": lambda case: case.background,
+    "low_latency": lambda case: bool(case.low_latency),
 }
 """Mode of an engine → whether a case needs it."""
 
@@ -35,13 +36,16 @@ def modes_needed(case: Case) -> set[str]:
 
 def buffer_arguments(case: Case) -> dict[str, Any]:
     """Sizes of a Buffer for this case; rows are counted in bytes."""
-    return {
+    sizes = {
         "num_max_tokens_per_rank": case.num_max_tokens,
         "hidden": case.row_bytes,
         "num_topk": case.num_topk,
         "num_experts": case.num_experts,
         "dtype": "uint8",
     }
+    if case.low_latency:
+        sizes["low_latency_tokens"] = case.num_max_tokens
+    return sizes
 
 
 class RoundTrip:
@@ -91,6 +95,8 @@ class RoundTrip:
     def dispatch(self) -> Any:
         """Make the case's dispatch; in a cached case first the one that gives the handle."""
         case, buffer = self._case, self._buffer
+        if case.by_expert:
+            return self._dispatch_by_expert()
         fresh: dict[str, Any] = {"expert_alignment": case.expert_alignment}
         if case.from_topk:
             fresh["topk_idx"] = self._topk_idx
@@ -99,6 +105,9 @@ class RoundTrip:
         if case.expand:
             fresh["do_expand"] = True
         most = buffer.num_ranks * buffer.num_max_tokens_per_rank
+        if case.low_latency:
+            fresh["low_latency"] = True
+            most = buffer.num_ranks * buffer.low_latency_tokens
         if case.wait == "worst" and self._part.worst == most:
             fresh["do_cpu_sync"] = False
         elif case.wait != "host":  # on a Buffer for more tokens, "worst" is the case's worst
@@ -120,6 +129,23 @@ class RoundTrip:
         handle = self._first.handle
         return self._finish(buffer.dispatch(self._x, handle=handle, **rows, **self._streams()))
 
+    def _dispatch_by_expert(self) -> Any:
+        case = self._case
+        got = self._buffer.low_latency_dispatch(
+            self._x,
+            self._topk_idx,
+            case.num_max_tokens,
+            case.num_experts or 0,
+            self._stats,
+            use_fp8=case.quantized,
+            round_scale=case.fp8 in ("round", "ue8m0"),
+            use_ue8m0=case.fp8 == "ue8m0",
+            topk_weights=self._weights,
+            return_recv_hook=case.low_latency == "hook",
+            **self._streams(),
+        )
+        return self._finish(got)
+
     def combine(self, handle: Any) -> list[Any]:
         """Combine rows in ordinary memory and, on GPUs, the same rows in the Buffer's own."""
         case = self._case
@@ -133,11 +159,18 @@ class RoundTrip:
             options["row_weights"] = self._row_weights
         if case.expand or case.reduce == "per_node":
             options["reduce"] = case.reduce
+        if case.by_expert:
+            given = self._topk_idx, self._y_weights, handle
+            options = {"reduce": case.reduce, "return_recv_hook": case.low_latency == "hook"}
         results = []
         for number, rows in enumerate(places):
             if case.out:
                 options["out"] = self._outs[number]
-            got = self._buffer.combine(rows, handle, **options, **self._streams())
+            options |= self._streams()
+            if case.by_expert:
+                got: Any = self._buffer.low_latency_combine(rows, *given, **options)
+            else:
+                got = self._buffer.combine(rows, handle, **options)
             results.append(self._finish(got))
         return results
 
@@ -147,12 +180,19 @@ class RoundTrip:
         return {"previous_event": self._buffer.capture(), "async_finish": True}
 
     def _finish(self, got: Any) -> Any:
+        if self._case.low_latency == "hook":
+            got.hook()
         got.event.current_stream_wait()
         return got
 
     def compare_dispatch(self, got: Any) -> None:
         """Raise ``AssertionError`` where a dispatch differs from the reference."""
         rank = self._buffer.rank
+        if self._case.by_expert:
+            compare.assert_low_latency_equal(got, self._part.dispatched, rank=rank)
+            if self._case.stats:
+                compare.assert_same_bits("statistics", self._stats, self._part.stats, rank=rank)
+            return
         if self._part.first is not None:
             compare.assert_dispatch_equal(self._first, self._part.first, rank=rank)
             if got.handle is not self._first.handle:
@@ -165,7 +205,11 @@ class RoundTrip:
         """Raise ``AssertionError`` where a combine differs from the reference."""
         for number, each in enumerate(got):
             want: Any = self._part.combined
-            compare.assert_combine_equal(each, want, rank=self._buffer.rank)
+            if self._case.by_expert:
+                rows = each.combined_x
+                compare.assert_equal_or_nan("combined_x", rows, want, rank=self._buffer.rank)
+            else:
+                compare.assert_combine_equal(each, want, rank=self._buffer.rank)
             if self._case.out and each.combined_x is not self._outs[number]:
                 raise AssertionError("combine returned another array than out")
 

@@ -2,11 +2,13 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from deepep_cupy.engines.protocol import ALL_MODES
+from deepep_cupy.reference import low_latency
 from deepep_cupy.testing import cases as modes
 from deepep_cupy.testing import compare, data, pairwise, round_trip
 
@@ -58,7 +60,8 @@ def test_cases_are_sound(ranks, small):
         rows = case.num_max_tokens * ranks * (case.num_topk if case.expand else 1)
         assert rows * case.row_bytes < ((1 << 20) if small else (64 << 20))
     needed = set().union(*(round_trip.modes_needed(case) for case in found))
-    assert needed == ALL_MODES - {"expert_counts"}  # which come with the others
+    # Counts come with the others; low-latency calls have cases of their own.
+    assert needed == ALL_MODES - {"expert_counts", "low_latency"}
     tokens = {case.num_tokens for case in found}
     assert (0,) * ranks in tokens
     for wait in ("worst", "tight"):
@@ -69,6 +72,46 @@ def test_cases_are_sound(ranks, small):
         assert any(set(case.num_tokens) == {127} for case in found)
         if ranks == 2:
             assert {(0, 128), (128, 0)} <= tokens
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_low_latency_cases_are_sound(ranks, small):
+    found = modes.low_latency_cases(ranks, small)
+    assert len({case.id for case in found}) == len(found)
+    for case in found:
+        assert {"low_latency"} <= round_trip.modes_needed(case) <= ALL_MODES
+        assert case.layout == "topk"
+        assert (case.wait == "host") == case.by_expert
+        assert not case.by_expert or not (case.expand or case.num_biases)
+        rows = case.num_max_tokens * ranks * (case.num_topk if case.expand else 4)
+        assert rows * case.row_bytes < ((1 << 20) if small else (64 << 20))
+    for name in ("low", "v1"):
+        of_name = [case for case in found if case.low_latency == name]
+        for field in ("out", "stats", "background", "weights", "reduce", "fp8", "dtype"):
+            assert len({getattr(case, field) for case in of_name}) > 1, field
+    want = data.expected(found[-3], 0).dispatched[0]
+    compare.assert_low_latency_equal(judged(want), want)
+    other = judged(want)
+    rows = other.recv_x[0] if isinstance(other.recv_x, tuple) else other.recv_x
+    if want.defined.any():
+        rows[np.nonzero(want.defined)] = 1
+        with pytest.raises(AssertionError, match="recv_x: "):
+            compare.assert_low_latency_equal(other, want)
+
+
+def judged(result):
+    """The reference's result with the names of the Buffer's; what is undefined is other."""
+    copies = [each.copy() for each in result.recv_x]
+    for each in copies:
+        each[~result.defined] = 9
+    scales = low_latency.transposed(copies[1])
+    handle = SimpleNamespace(
+        recv_layout_range=result.recv_layout_range,
+        recv_src_info=np.where(result.defined, result.recv_src_info, 77).astype(np.int32),
+        recv_weights=None if result.weights is None else result.weights.reshape(-1),
+    )
+    return SimpleNamespace(recv_x=(copies[0], scales), recv_count=result.recv_count, handle=handle)
 
 
 def test_other_numbers_of_ranks_are_refused():

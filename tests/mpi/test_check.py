@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepep_cupy import env
-from deepep_cupy.testing.data import cases, mode_cases
+from deepep_cupy.testing.data import cases, low_latency_cases, mode_cases
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,7 @@ def test_every_case_has_its_row(num_ranks):
     rows = ROW.findall(run.outputs[0])
     assert len(HEADING.findall(run.outputs[0])) == 1
     wanted = cases(num_ranks, small=True) + mode_cases(num_ranks, small=True)
+    wanted += low_latency_cases(num_ranks, small=True)
     assert [row[0] for row in rows] == [case.id for case in wanted]
     assert all(row[2] == "ok" and row[3] in ("ok", "-") for row in rows), run
     # Rows that cannot be added have no combine, and most can.
