@@ -431,8 +431,9 @@ class Buffer(LowLatencyMethods):
                 Until then the arguments must not be overwritten, nor the results read.
             allocate_on_comm_stream: Results belong to the communication stream; with
                 ``previous_event`` and ``async_finish``.
-            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory; in a
-                graph they stay in the pool.
+            own: On GPUs, copy the results out of the Buffer's pool into ordinary memory of CuPy, on
+                the stream of the call: room in the pool is free at once, and results outlive the
+                Buffer. Other streams are to be ordered as ever. In a graph they stay in the pool.
             dest: Instead of the above, the ranks each row goes to, once each: ``[T]`` or ``[T, n]``
                 int64 or int32; -1: nowhere. No experts are needed then: ``num_topk=0``. Its values
                 are checked, for which the host waits for the current stream on GPUs.
@@ -572,7 +573,7 @@ class Buffer(LowLatencyMethods):
                 Until then the arguments must not be overwritten, nor the results read.
             allocate_on_comm_stream: Results belong to the communication stream; with
                 ``previous_event`` and ``async_finish``.
-            own: On GPUs, copy the result out of the Buffer's pool into ordinary memory.
+            own: As for ``dispatch``.
             out: ``[T, H]``, dtype of ``x``, C-contiguous: write the result here, and return it.
                 Must share no memory with another argument.
             reduce: Expanded layout. ``"exact"``: every copy travels, terms are the copies (rank
@@ -655,10 +656,14 @@ class Buffer(LowLatencyMethods):
 
         Raises:
             ContractError: On this rank, when an argument is wrong or the pool has no room.
-            StateError: The Buffer is closed.
+            StateError: The Buffer is closed, or poisoned by an earlier failure: late ranks may
+                still write into its memory.
+            PeerTimeoutError, PeerAbortedError: It is poisoned by what this rank learns only now.
         """
-        self._life.must_not_be_closed("empty")
-        return self._engine.empty(*new_array("empty", shape, dtype))
+        self._life.must_be_open("empty")
+        wanted = new_array("empty", shape, dtype)
+        with self._life.failures("empty"):
+            return self._engine.empty(*wanted)
 
     def peer_pointers(self) -> tuple[int, ...]:
         """Addresses of all ranks' regions of GPU memory, for kernels of your own.

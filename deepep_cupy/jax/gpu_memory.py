@@ -130,5 +130,9 @@ class _Kept(GpuRouting):
         self.expanded_row = expanded_row
         self.num_expanded_rows = site.num_rows if site.expanded else 0
 
+    @property
+    def stream(self) -> None:
+        """See ``GpuRouting.stream``."""
+
     def _words(self, begin: int, end: int) -> Array:
         return self._memory.array(begin, ((end - begin) // 4,), "int32")

@@ -107,6 +107,8 @@ class Pool:
 
     Attributes:
         given_back: Blocks whose arrays have died, for ``BlockOwner``.
+        only_stream: The one stream that blocks were made for so far; None: there were several, or
+            none yet.
     """
 
     def __init__(self, nbytes: int, events: EventSource, *, start: int = 0, who: str = "") -> None:
@@ -123,6 +125,7 @@ class Pool:
         self._small_zone = start + nbytes - zone
         self._guard = _Guard()
         self.given_back: deque[Block] = deque()
+        self.only_stream: Stream | None = None
         self._clock = StreamClock(events)
         self._free = FreeList()
         self._free.insert(Segment(start, start + nbytes, {}))
@@ -350,6 +353,8 @@ class Pool:
         """Append blocks to ``blocks``, each in the place of a cached one or else where there is
         room, up to the first that finds none; True where all found room."""
         live, cache, clock = self._live, self._cache, self._clock
+        if stream is not self.only_stream:
+            self.only_stream = None if self._num_allocs else stream
         alike = cache.cached.get
         for nbytes, label in wanted:
             if nbytes <= 0 or nbytes % ALIGNMENT:

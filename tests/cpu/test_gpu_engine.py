@@ -489,6 +489,44 @@ def test_records_that_kernels_overwrite_meanwhile_are_counted_as_lost(monkeypatc
     monitor.raise_pending()
 
 
+@pytest.mark.parametrize("ahead", [3, 40])
+def test_a_failure_withholds_the_blocks_of_all_calls_that_may_be_under_way(ahead):
+    """Rank 0 is calls ahead when it learns that the first of them has failed."""
+    xs, idx, _, _ = inputs(1, 9)
+
+    def work(rank):
+        rank.events.patient = True
+        call = dispatch_call(up(xs[0]), topk_idx=up(idx[0]), num_worst_tokens=16)
+        runtime, first = rank.runtime, rank.dispatch(call)
+        at_risk = [block for block in runtime.pool.live() if "dispatch" in block.label]
+        assert at_risk
+        for _ in range(ahead):
+            rank.dispatch(call)
+        report = runtime.failures.report
+        report.words[0] += 1
+        report.take = lambda: ([SimpleNamespace(verdict=Verdict.FAILED, serial=1)], 0)
+        runtime.failures._listen(0.0)
+        assert all(block.quarantined for block in at_risk)
+        del first
+        return True
+
+    assert all(run_ranks(1, work, num_experts=8))
+
+
+def test_blocks_of_calls_that_are_over_are_forgotten():
+    xs, idx, _, _ = inputs(1, 9)
+
+    def work(rank):
+        call = dispatch_call(up(xs[0]), topk_idx=up(idx[0]), num_worst_tokens=16)
+        for _ in range(200):
+            rank.dispatch(call)
+        monitor = rank.runtime.failures
+        assert monitor.tracked >= 200
+        return len(monitor._risky)
+
+    assert run_ranks(1, work, num_experts=8)[0] < 150
+
+
 # -------------------------------------------------------------------------------------- streams
 
 
@@ -527,6 +565,39 @@ def test_a_per_thread_stream_is_for_one_thread():
         return True
 
     assert run_ranks(1, work, num_experts=8)
+
+
+@pytest.mark.parametrize("operation", ["combine", "cached"])
+@pytest.mark.parametrize("dropped", ["handle", "rows"])
+def test_a_plain_call_on_another_stream_uses_what_it_reads_there(operation, dropped):
+    """The caller has ordered the second stream behind the first one, drops what the call reads,
+    and writes to new memory of the pool on the first stream."""
+    xs, idx, _, _ = inputs(1, 9, tokens=(16,), dtype=np.dtype(np.float32))
+
+    def work(rank):
+        rank.events.patient = True
+        runtime, main, side = rank.runtime, d.current_stream(), d.Stream(non_blocking=True)
+        call = dispatch_call(up(xs[0]), topk_idx=up(idx[0]), num_worst_tokens=16)
+        kept = {"handle": rank.dispatch(call)}
+        kept["rows"] = kept["handle"].recv_x
+        routing, label = kept["handle"].routing, {"handle": "handle", "rows": "recv_x"}[dropped]
+        kept["handle"] = routing
+        (nbytes,) = (each.nbytes for each in runtime.pool.live() if each.label.startswith(label))
+        with side:
+            side.wait_event(runtime.point()._event.event)
+            if operation == "combine":
+                done = rank.combine(combine_call(kept["rows"], routing))
+            else:
+                done = rank.dispatch(dispatch_call(kept["rows"], routing=routing))
+        del routing, call
+        del kept[dropped]
+        gc.collect()
+        fresh = runtime.arrays.empty((nbytes,), np.uint8, main)
+        d.device().tracker.touch(main, "the next kernel", (fresh.data.ptr, fresh.nbytes, True))
+        del done
+        return True
+
+    assert all(run_ranks(1, work, num_experts=8))
 
 
 class Thing:

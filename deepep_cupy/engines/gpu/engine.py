@@ -184,6 +184,7 @@ class CudaEngine:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """See ``Engine.empty``."""
+        self._runtime.failures.raise_failure()
         with self._device:
             stream = self._cupy.cuda.get_current_stream()
             self._runtime.queue.order.check_thread(stream)

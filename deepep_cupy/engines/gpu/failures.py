@@ -53,7 +53,6 @@ _PHASES = {
     Phase.ARRIVAL: "the end of the operation",
 }
 _WHAT_NEXT = "call reset() or close() on every rank, or end the program"
-_BLOCKS_AT_RISK = 12
 _HANDLE = ARGUMENTS.index("handle")
 
 
@@ -199,6 +198,7 @@ class FailureMonitor:
         spec: Sizes of the Buffer.
 
     Attributes:
+        tracked: How many blocks operations had so far, for ``over``.
         left_at: When the host was last in a call of the Buffer, as ``time.monotonic`` says.
     """
 
@@ -213,7 +213,8 @@ class FailureMonitor:
         self._refused: list[Record] = []
         self._lost = 0
         self._failed: Record | None = None
-        self._risky: deque[Block] = deque(maxlen=_BLOCKS_AT_RISK)
+        self._risky: deque[Block] = deque()
+        self.tracked = 0
         self.left_at = time.monotonic()
         self._away = 0.0
 
@@ -222,8 +223,19 @@ class FailureMonitor:
         self._own.add(serial)
 
     def track(self, blocks: list[Block]) -> None:
-        """Remember blocks of the newest operation: late peers may write into them if it fails."""
+        """Remember blocks of the newest operation: late peers may write into them if it fails, and
+        the host may have made many more calls before it learns of that."""
         self._risky.extend(blocks)
+        self.tracked += len(blocks)
+
+    def over(self, tracked: int) -> None:
+        """The operations of the first ``tracked`` blocks have ended; where one had failed, there
+        is a record of it."""
+        if self.report.has_news or self._failed is not None:
+            return
+        risky = self._risky
+        while risky and self.tracked - len(risky) < tracked:
+            risky.popleft()
 
     def clear(self) -> None:
         """Forget everything, after a reset."""

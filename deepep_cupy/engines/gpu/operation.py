@@ -29,6 +29,7 @@ from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, Pointer, Stre
 from deepep_cupy.engines.gpu.failures import FailureMonitor
 from deepep_cupy.engines.gpu.launch import ReadyLaunch
 from deepep_cupy.engines.gpu.memory import SymmetricMemory
+from deepep_cupy.engines.gpu.routing import own_routing
 from deepep_cupy.errors import ContractError, StateError
 from deepep_cupy.memory.block import Block
 from deepep_cupy.memory.cuda_ipc import CupyEvents, Recorded
@@ -100,6 +101,10 @@ class DeviceOrder:
                 )
             stream.wait_event((self._end or events.record(last)).event)
         self._last, self._end = stream, None
+
+    def is_last(self, stream: Stream) -> bool:
+        """Whether the last operation is on this stream."""
+        return self._last is stream
 
     def check_thread(self, stream: Stream) -> None:
         """Refuse a second thread where one uses its per-thread default stream: nothing that this
@@ -281,7 +286,7 @@ class OperationQueue:
         runtime = cupy.cuda.runtime
         self._memcpy: Callable[[int, int, int, int, int], None] = runtime.memcpyAsync
         self._on_device = runtime.memcpyDeviceToDevice
-        self._probe: tuple[int, Stream, Recorded] | None = None
+        self._probe: tuple[int, Stream, Recorded, int] | None = None
 
     def next_serial(self, stream: Stream, capture: int) -> int:
         """Number of a new operation on ``stream``. Outside of captures a good moment to look at
@@ -296,13 +301,17 @@ class OperationQueue:
         return serial
 
     def _look(self, stream: Stream) -> None:
-        """Tell the pool what is over: a graph gets only memory of which the host knows that."""
+        """Learn what is over: a graph gets only memory of which the host knows that, and late peers
+        write no more into blocks of operations that have ended."""
         probe = self._probe
         if probe is not None and self.events.query(probe[2]):
             self.pool.completed(probe[0], probe[1])
+            self.failures.over(probe[3])
             probe = None
         if probe is None:
-            self._probe = (self.pool.checkpoint(), stream, self.events.record(stream))
+            # All operations are behind the last one's stream.
+            tracked = self.failures.tracked if self.order.is_last(stream) else 0
+            self._probe = (self.pool.checkpoint(), stream, self.events.record(stream), tracked)
 
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on the device, in stream order. ``stream``: its address."""
@@ -489,8 +498,11 @@ class Operation:
         """All of the operation is on its stream: keep what it uses, and let the caller's stream
         wait for it, or, where the call wants an event, return that of its end."""
         call = self.call
-        if self.plain and (call is None or not call.kept):
-            return None
+        if self.plain:
+            if call is not None and self._queue.pool.only_stream is not self.stream:
+                self._use_elsewhere(call)
+            if call is None or not call.kept:
+                return None
         return self._finish(async_finish=call is not None and call.streams.async_finish)
 
     def _finish(self, *, async_finish: bool) -> GpuEvent | None:
@@ -512,6 +524,16 @@ class Operation:
             return GpuEvent(queue, end, tuple(self._outputs), tuple(self._borrowed))
         self.current.wait_event(end.event)
         return None
+
+    def _use_elsewhere(self, call: DispatchCall | CombineCall) -> None:
+        """Note that a plain call's stream works on what it reads: memory of the pool, which may
+        have been made for another stream."""
+        queue, stream = self._queue, self.stream
+        routing = call.routing
+        home = None if routing is None else own_routing(routing).stream
+        if home is not None and home != stream:
+            queue.retention.until(queue.events.record(stream), routing)
+        self._outside_pool(call)
 
     def _outside_pool(self, call: DispatchCall | CombineCall) -> list[DeviceArray]:
         """The arrays of a call that the pool does not keep for the communication stream."""

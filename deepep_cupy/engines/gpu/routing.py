@@ -127,6 +127,11 @@ class GpuRouting:
         self._owner = owner
         self._sources_at = sources_at
 
+    @property
+    def stream(self) -> object:
+        """The stream that its memory was made for; None: it is not of the pool."""
+        return self._owner.block.stream
+
     # Called while the dispatch is being made, before anybody else sees the routing:
 
     def learn(self, rows_per_rank: list[int]) -> int:
