@@ -162,6 +162,7 @@ class Ceiling:
         traffic: The exchange.
         row_bytes: Bytes of a row as it travels.
         num_sms: Blocks of the kernel on this rank.
+        all_sms: SMs of the GPU, for ``local, all SMs``; 0: without it.
 
     Attributes:
         calls: ``push`` and ``pull`` of all rows that cross links, where any do; ``local``.
@@ -177,6 +178,7 @@ class Ceiling:
         traffic: Traffic,
         row_bytes: int,
         num_sms: int,
+        all_sms: int = 0,
     ) -> None:
         self._comm, self._buffer, rank = comm, buffer, comm.rank
         self._rank = rank
@@ -204,6 +206,9 @@ class Ceiling:
             name: kernel.launch(values, num_sms) if values["num_rows"] else _nothing
             for name, values in wanted.items()
         }
+        if all_sms:
+            self.calls["local, all SMs"] = kernel.launch(wanted["local"], all_sms)
+            self.nbytes["local, all SMs"] = self.nbytes["local"]
 
     def check(self) -> None:
         """Run each copy once and compare every byte. Collective.
@@ -229,7 +234,7 @@ class Ceiling:
                 )
 
     def _wrong_bytes(self, name: str) -> int:
-        if name == "local":
+        if name.startswith("local"):
             rows = self._local_rows
             return int((self._inbox[:rows] != self._outbox[:rows]).sum())
         return sum(

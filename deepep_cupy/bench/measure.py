@@ -16,6 +16,7 @@ from deepep_cupy.bench.workload import Ranks, Workload, graph_calls
 from deepep_cupy.errors import DeepEPCupyError
 
 __all__ = [
+    "HOST_CALLS",
     "Bytes",
     "Measurement",
     "Meter",
@@ -29,7 +30,10 @@ __all__ = [
 ]
 
 Step = Callable[[str], None]
-_HOST_CALLS = 20
+HOST_CALLS = 10
+"""Calls that the host's part is measured in, for each of those that a median is taken of."""
+_MOST_RATIO = 1.005
+"""A call faster than the bare copy of its bytes shows what the copy lacks, not what it reaches."""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +49,7 @@ class Measurement:
         us: Between two events; on the host engine by the host's clock.
         graph_us: Of one call of those in a graph.
         host_us: That the host spends in the call.
+        host_min_us: The least of these.
         wire_bytes: Over the busiest link, in its busier direction.
         logical_bytes: Of all rows that the busiest rank receives, its own included.
         floor_us: What the ceilings of the same run take for these bytes.
@@ -59,6 +64,7 @@ class Measurement:
     us: float
     graph_us: float | None = None
     host_us: float | None = None
+    host_min_us: float | None = None
     wire_bytes: int = 0
     logical_bytes: int = 0
     floor_us: float | None = None
@@ -76,8 +82,16 @@ class Measurement:
 
     @property
     def ratio(self) -> float | None:
-        """The part of the ceiling that is reached: 1 is as fast as bare copies."""
-        return None if self.floor_us is None else self.floor_us / self.us
+        """The part of the ceiling that is reached: 1 is as fast as bare copies. None where the
+        call is faster than they are, see ``above_ceiling``."""
+        if self.floor_us is None or self.above_ceiling:
+            return None
+        return self.floor_us / self.us
+
+    @property
+    def above_ceiling(self) -> bool:
+        """Whether the call is faster than the bare copy: that was no bound for it."""
+        return self.floor_us is not None and self.floor_us > _MOST_RATIO * self.us
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the rates that follow from them, for JSON."""
@@ -91,15 +105,23 @@ class Meter:
     Args:
         ranks: The ranks, settled.
         repeats: Calls that a median is taken of.
+        busy: Writes of 256 MB before a call in which the host waits.
     """
 
-    def __init__(self, ranks: Ranks, repeats: int = 20) -> None:
+    def __init__(self, ranks: Ranks, repeats: int = 20, busy: int = BUSY_FLUSHES) -> None:
         self._ranks, self._repeats = ranks, repeats
         self._timer: Timer = CudaTimer(flushes=BUSY_FLUSHES) if ranks.gpu else HostTimer()
+        self._waiting = self._timer
+        if ranks.gpu and busy != BUSY_FLUSHES:
+            self._waiting = CudaTimer(flushes=busy)
 
-    def events(self, call: Callable[[], Any], barrier: Callable[[], Any]) -> float:
-        """Microseconds between two events round the call (host engine: by its clock)."""
-        timing = self._timer.measure(call, repeats=self._repeats, barrier=barrier)
+    def events(
+        self, call: Callable[[], Any], barrier: Callable[[], Any], *, waits: bool = False
+    ) -> float:
+        """Microseconds between two events round the call (host engine: by its clock); ``waits``:
+        the host waits in it."""
+        timer = self._waiting if waits else self._timer
+        timing = timer.measure(call, repeats=self._repeats, barrier=barrier)
         return slowest(timing, self._ranks.comm.allgather)
 
     def graph(
@@ -120,10 +142,11 @@ class Meter:
         timing = timer.replay(captured, repeats=self._repeats, barrier=barrier)
         return slowest(timing, self._ranks.comm.allgather), ""
 
-    def host(self, call: Callable[[], Any]) -> float:
-        """Microseconds the host spends in a call, the GPU being idle when it begins."""
+    def host(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Microseconds the host spends in a call, the GPU being idle when it begins: the median
+        and the least."""
         times = []
-        for _ in range(_HOST_CALLS):
+        for _ in range(HOST_CALLS * self._repeats):
             self._ranks.synchronize()
             self._ranks.comm.Barrier()
             begin = time.perf_counter()
@@ -131,14 +154,14 @@ class Meter:
             times.append(1e6 * (time.perf_counter() - begin))
             del result
         self._ranks.synchronize()
-        return self._ranks.most(statistics.median(times))
+        return self._ranks.most(statistics.median(times)), self._ranks.most(min(times))
 
 
 # ------------------------------------------------------------------------------------- ceilings
 
 Rates = dict[tuple[str, str, int], float]
 """(way, ceiling, bytes of a row) → bytes a microsecond. Ways are ``there`` and ``back``, ceilings
-``push``, ``pull`` and ``local``."""
+``push``, ``pull``, ``local``, and ``local, all SMs``: what the expanded layout's kernels take."""
 
 _WAYS = {"dispatch": ("there",), "combine": ("back",), "roundtrip": ("there", "back")}
 
@@ -155,7 +178,17 @@ def ceilings_of(
     for way, size in ((way, size) for way in ways for size in sizes):
         traffic = workload.traffic if way == "there" else workload.traffic.reversed
         region, sms = bench.runtime.memory.region, bench.num_sms or 1
-        ceiling = Ceiling(kernel, bench.ranks.comm, bench.buffer, region, traffic, size, sms)
+        expanded = any(m.expanded and size == bench.shape.row_bytes(m) for m in modes)
+        ceiling = Ceiling(
+            kernel,
+            bench.ranks.comm,
+            bench.buffer,
+            region,
+            traffic,
+            size,
+            sms,
+            all_sms=bench.ranks.num_sms if expanded else 0,
+        )
         ceiling.check()
         for name, call in ceiling.calls.items():
             label = f"ceiling: {name}{f' {way}' * (len(ways) > 1)}"
@@ -169,10 +202,10 @@ def ceilings_of(
                     kind="ceiling",
                     operation=modes[0].operation,
                     num_sms=bench.num_sms,
-                    num_tokens=workload.num_tokens,
+                    num_tokens=workload.most_tokens,
                     us=us,
-                    wire_bytes=0 if name == "local" else nbytes,
-                    logical_bytes=nbytes if name == "local" else 0,
+                    wire_bytes=0 if name.startswith("local") else nbytes,
+                    logical_bytes=nbytes if name.startswith("local") else 0,
                 )
             )
         del ceiling  # its boxes are free before the next ones are made
@@ -183,7 +216,8 @@ def count_ceilings(modes: Iterable[Mode]) -> int:
     """How many ceilings belong to these modes at most: steps of a progress bar."""
     modes = list(modes)
     ways = {way for mode in modes for way in _WAYS[mode.operation]}
-    return 3 * len(ways) * len({mode.one_byte for mode in modes})
+    expanded = {mode.one_byte for mode in modes if mode.expanded}
+    return len(ways) * (3 * len({mode.one_byte for mode in modes}) + len(expanded))
 
 
 @dataclass(frozen=True)
@@ -222,12 +256,15 @@ def bytes_of(workload: Workload, mode: Mode) -> dict[str, Bytes]:
     return found
 
 
-def floor_of(moved: dict[str, Bytes], rates: Rates, size: int) -> float | None:
+def floor_of(
+    moved: dict[str, Bytes], rates: Rates, size: int, *, expanded: bool = False
+) -> float | None:
     """Microseconds that the ceilings take to move that much; None where none were measured."""
     total = 0.0
     for way, each in moved.items():
         name = "push" if way == "there" else "pull"
-        link, local = rates.get((way, name, size)), rates.get((way, "local", size))
+        link = rates.get((way, name, size))
+        local = rates.get((way, "local, all SMs" if expanded else "local", size))
         if local is None or (each.wire and link is None):
             return None
         total += max(each.wire / link if link else 0.0, each.local / local)
@@ -246,11 +283,11 @@ def measure_workload(
         step(f"{mode.operation} {mode.name}")
         call, barrier = workload.prepare(mode), bench.buffer.barrier
         workload.check(mode, call())
-        us = meter.events(call, barrier)
+        us = meter.events(call, barrier, waits=not mode.capturable)
         graph_us, note = 0.0, ""
         if mode.capturable and bench.ranks.gpu:
-            graph_us, note = meter.graph(call, barrier, graph_calls(mode, workload.num_tokens))
-        host_us = meter.host(call) if bench.ranks.gpu else None
+            graph_us, note = meter.graph(call, barrier, graph_calls(mode, workload.most_tokens))
+        host_us, host_min_us = meter.host(call) if bench.ranks.gpu else (None, None)
         workload.check(mode, call())
         moved = bytes_of(workload, mode)
         found.append(
@@ -259,13 +296,16 @@ def measure_workload(
                 kind="call",
                 operation=mode.operation,
                 num_sms=bench.num_sms,
-                num_tokens=workload.num_tokens,
+                num_tokens=workload.most_tokens,
                 us=us,
                 graph_us=graph_us or None,
                 host_us=host_us,
+                host_min_us=host_min_us,
                 wire_bytes=sum(each.wire for each in moved.values()),
                 logical_bytes=sum(each.logical for each in moved.values()),
-                floor_us=floor_of(moved, rates, bench.shape.row_bytes(mode)),
+                floor_us=floor_of(
+                    moved, rates, bench.shape.row_bytes(mode), expanded=mode.expanded
+                ),
                 note=note,
             )
         )
@@ -294,14 +334,16 @@ def measure_nccl(
     us = meter.events(call, bench.buffer.barrier)
     base = "pool" if operation == "combine" else "cached"
     moved = bytes_of(workload, Mode(operation, base))
+    host_us, host_min_us = meter.host(call)
     return Measurement(
         what=what,
         kind="baseline",
         operation=operation,
         num_sms=None,
-        num_tokens=workload.num_tokens,
+        num_tokens=workload.most_tokens,
         us=us,
-        host_us=meter.host(call),
+        host_us=host_us,
+        host_min_us=host_min_us,
         wire_bytes=sum(each.wire for each in moved.values()),
         logical_bytes=sum(each.logical for each in moved.values()),
         floor_us=floor_of(moved, rates, bench.shape.row_bytes()),

@@ -27,15 +27,19 @@ _BASES = {
 }
 _FEATURES = {
     "dispatch": ("fp8", "cast", "expand"),
-    "combine": ("expand", "per_rank"),
+    "combine": ("expand", "per_rank", "weights", "bias"),
     "roundtrip": (),
 }
 DEFAULTS = {
     "dispatch": ("no_wait", "uncached", "cached", "cached+fp8", "cached+cast", "no_wait+expand"),
-    "combine": ("pool", "outside", "pool+per_rank"),
+    "combine": (
+        *("outside", "pool", "outside+weights", "pool+weights", "pool+bias"),
+        *("outside+per_rank", "pool+per_rank", "pool+expand"),
+    ),
     "roundtrip": ("no_wait", "uncached", "cached"),
 }
-"""Operation → modes that are measured when none is named, as far as the engine has them."""
+"""Operation → modes that are measured when none is named, as far as the engine has them. Combine
+of rows outside the pool stands first: other libraries take rows from any memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Mode:
             (on a handle); of combine ``pool`` or ``outside``: where its rows lie.
         features: ``fp8`` (rows with scales), ``cast`` (to FP8 on the way), ``expand`` (the
             expanded layout; combine: every copy travels), ``per_rank`` (combine of it: copies of
-            a rank are added first).
+            a rank are added first), ``weights`` (combine: ``topk_weights`` travel along), ``bias``
+            (combine: one, added first).
     """
 
     operation: str

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepep_cupy.bench.modes import Mode
 from deepep_cupy.bench.plots import need_matplotlib
-from deepep_cupy.bench.routing import ROUTINGS
+from deepep_cupy.bench.routing import ROUTINGS, read_choices
+from deepep_cupy.bench.timing import BUSY_FLUSHES
 from deepep_cupy.bench.workload import Shape
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.sizes import MAX_TOPK
@@ -18,10 +19,12 @@ __all__ = [
     "add_common",
     "check_common",
     "check_files",
+    "counts",
     "modes_of_names",
     "numbers",
     "positive",
     "shape_of",
+    "tokens_of",
 ]
 
 _PICTURES = (".png", ".pdf", ".svg")
@@ -45,6 +48,23 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
+def counts(text: str) -> list[int]:
+    """``4096,1500`` as numbers from 0 on, not all of them 0."""
+    found = [0 if part.strip() == "0" else positive(part) for part in text.split(",")]
+    if not any(found):
+        raise argparse.ArgumentTypeError(f"must not be 0 alone, got {text!r}")
+    return found
+
+
+def _routing(text: str) -> str:
+    """One of the patterns, or the name of a file."""
+    if text not in ROUTINGS and not text.endswith(".npy"):
+        raise argparse.ArgumentTypeError(
+            f"must be {', '.join(ROUTINGS)} or a file .npy, got {text!r}"
+        )
+    return text
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add them to the parser of a sub-command."""
     add = parser.add_argument
@@ -53,15 +73,19 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--experts", type=positive, default=256, metavar="E",
         help="of all ranks; rounded up to a multiple of the ranks")  # fmt: skip
     add("--dtype", choices=_DTYPES, default="bfloat16", help="of rows (default: bfloat16)")
-    add("--routing", choices=ROUTINGS, default="uniform",
-        help="choices of experts; zipf: more of the low ones, k-hot: a few on rank 0")  # fmt: skip
+    add("--routing", type=_routing, default="uniform", metavar="NAME",
+        help="choices of experts: uniform; zipf, more of the low ones; k-hot, a few on rank 0; or "
+        "FILE.npy, integers [ranks, tokens, choices] (K is then the file's)")  # fmt: skip
     add("--exponent", type=float, default=1.0, help="of zipf (default: 1)")
     add("--hot", type=positive, metavar="N", help="experts of k-hot (default: K)")
     add("--seed", type=int, default=0, help="of choices (default: 0)")
     add("--repeats", type=positive, default=20, help="calls a median is taken of (default: 20)")
+    add("--busy", type=positive, default=BUSY_FLUSHES, metavar="N",
+        help="times 256 MB are written before a call whose host waits (default: 3)")  # fmt: skip
     add("--engine", choices=("auto", "cuda", "host"), default="auto",
         help="as the Buffer's argument; host: times only")  # fmt: skip
     add("--timeout", type=float, default=60.0, metavar="S", help="timeout_s of the Buffers")
+    parser.set_defaults(choices=None)
     add("--no-nccl", action="store_true", help="do not compare with NCCL")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE.png", help="draw the times; needs matplotlib")
@@ -78,6 +102,12 @@ def check_common(operation: str, args: argparse.Namespace) -> None:
     def refuse(option: str, complaint: str) -> None:
         raise ContractError(f"bench {operation}: argument --{option} {complaint}.")
 
+    if args.routing.endswith(".npy"):
+        try:
+            args.choices = read_choices(Path(args.routing), args.experts)
+        except ValueError as error:
+            raise ContractError(f"bench {operation}: argument --routing: {error}.") from error
+        args.topk = args.choices.shape[2]
     if args.topk > min(MAX_TOPK, args.experts):
         refuse("topk", f"must be at most {min(MAX_TOPK, args.experts)}, got {args.topk}")
     if args.hot is not None and not args.topk <= args.hot <= args.experts:
@@ -128,10 +158,37 @@ def modes_of_names(operation: str, text: str, parse: Callable[[str], Mode]) -> l
         raise ContractError(f"bench {operation}: argument --mode: {error}.") from error
 
 
-def shape_of(args: argparse.Namespace, tokens: int) -> Shape:
-    """Sizes and routing as the options say, for this many tokens."""
+def tokens_of(
+    operation: str, args: argparse.Namespace, default: Sequence[int], num_ranks: int
+) -> list[int]:
+    """``--tokens``; without it the default, or what a file of choices has.
+
+    Raises:
+        ContractError: On every rank: the file is of other ranks, or has fewer tokens.
+    """
+    choices = args.choices
+    if choices is None:
+        return list(args.tokens or default)
+    if len(choices) != num_ranks:
+        raise ContractError(
+            f"bench {operation}: argument --routing must hold choices of {num_ranks} ranks, got "
+            f"those of {len(choices)}."
+        )
+    most = choices.shape[1]
+    found = args.tokens or [each for each in default if each <= most]
+    if max(found, default=0) > most:
+        raise ContractError(
+            f"bench {operation}: argument --tokens must be at most {most}, what the file of "
+            f"--routing has of each rank, got {max(found)}."
+        )
+    return list(found or [most])
+
+
+def shape_of(args: argparse.Namespace, tokens: Sequence[int]) -> Shape:
+    """Sizes and routing as the options say, for at most this many tokens."""
     return Shape(
-        num_tokens=tokens,
+        num_tokens=max(tokens),
+        choices=args.choices,
         hidden=args.hidden,
         num_topk=args.topk,
         num_experts=args.experts,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_cupy._version import __version__
-from deepep_cupy.bench.measure import Measurement
+from deepep_cupy.bench.measure import HOST_CALLS, Measurement
 from deepep_cupy.bench.plots import colors, log_axis, new_figure
 from deepep_cupy.bench.workload import Ranks, Shape
 from deepep_cupy.cli.progress import Progress
@@ -22,11 +22,17 @@ __all__ = ["BenchReport", "Steps", "heading", "table"]
 _PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "mpi4py")
 
 METHOD = {
-    True: "times: µs, median of {repeats}, slowest rank; events around the call, behind a barrier "
-    "on the device and 256 MB written",
+    True: "times: µs, median of {repeats}, slowest rank; events around the call, behind 3 x 256 MB "
+    "written and a barrier on the device; host: median and least of {host_calls} calls on an idle "
+    "GPU",
     False: "host engine: times by the host's clock alone, no ceilings, graphs or links; it is for "
     "trying programs out",
 }
+
+ABOVE = (
+    "of ceiling: none where a call is faster than the bare copy; the copy gives each block a fixed "
+    "share of the rows, calls let blocks draw theirs one by one"
+)
 
 
 class Steps:
@@ -75,6 +81,7 @@ _COLUMNS: dict[str, Callable[[Measurement], Any]] = {
     "µs": lambda row: row.us,
     "graph µs": lambda row: row.graph_us,
     "host µs": lambda row: row.host_us,
+    "host min": lambda row: row.host_min_us,
     "wire MB": lambda row: row.wire_bytes / 1e6 or None,
     "wire GB/s": lambda row: row.wire_gb_s or None,
     "logical GB/s": lambda row: row.logical_gb_s or None,
@@ -150,7 +157,11 @@ class BenchReport:
         for row in self.rows:
             if row.note:
                 self.note(f"{row.operation} {row.what}: {row.note}")
-        method = METHOD[self._ranks.gpu].format(repeats=self._repeats)
+        if any(row.above_ceiling for row in self.rows):
+            self.note(ABOVE)
+        method = METHOD[self._ranks.gpu].format(
+            repeats=self._repeats, host_calls=HOST_CALLS * self._repeats
+        )
         return "\n".join(
             [
                 heading(self._command, self._shape, self._ranks, self._tokens),

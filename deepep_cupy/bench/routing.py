@@ -1,16 +1,18 @@
-"""Which experts the tokens of a bench choose: evenly, by Zipf's law, or all the same few.
+"""Which experts the tokens of a bench choose: evenly, by Zipf's law, all the same few, or as a file
+says.
 
 In every pattern each token has K experts, all different from each other.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROUTINGS", "choose"]
+__all__ = ["ROUTINGS", "choose", "read_choices"]
 
 ROUTINGS = ("uniform", "zipf", "k-hot")
 _KEYS_AT_ONCE = 1 << 22
@@ -62,6 +64,34 @@ def choose(
     for begin in range(0, num_tokens, step):
         part = chosen[begin : begin + step]
         part[...] = _race(rng, len(part), num_topk, eligible, weights)
+    return chosen
+
+
+def read_choices(path: Path, num_experts: int) -> NDArray[np.int64]:
+    """``[R, T, K]`` of a ``.npy`` file: the experts of T tokens of each of R ranks, -1 for none.
+
+    Args:
+        path: The file, of integers of any size.
+        num_experts: E.
+
+    Raises:
+        ValueError: It cannot be read, or holds something else.
+    """
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as a .npy file ({error})") from error
+    if not isinstance(found, np.ndarray) or found.ndim != 3 or found.dtype.kind not in "iu":
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "archive"
+        raise ValueError(f"{path} must hold integers [ranks, tokens, choices], got {what}")
+    if not all(found.shape):
+        raise ValueError(f"{path} must hold a choice, got {list(found.shape)}")
+    chosen = found.astype(np.int64)
+    if chosen.min() < -1 or chosen.max() >= num_experts:
+        raise ValueError(
+            f"{path} must hold experts from -1 to {num_experts - 1} (--experts), got "
+            f"{chosen.min()} to {chosen.max()}"
+        )
     return chosen
 
 

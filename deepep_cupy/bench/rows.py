@@ -92,8 +92,11 @@ def wrong_rows(xp: Any, rows: Any, ranks: Any, tokens: Any, salt: int, at: Any =
     return wrong
 
 
-def wrong_sums(xp: Any, sums: Any, rank: int, salt: int, copies: Any) -> int:
-    """How many rows are not the sum of ``copies[t]`` times the row of token t of ``rank``.
+def wrong_sums(
+    xp: Any, sums: Any, rank: int, salt: int, copies: Any, bias_salt: int | None = None
+) -> int:
+    """How many rows are not the sum of ``copies[t]`` times the row of token t of ``rank``, behind
+    that token's row of ``bias_salt`` where one is given.
 
     Integers wrap; floats are added one by one in float32 (float64: in float64) and rounded once.
     """
@@ -105,12 +108,17 @@ def wrong_sums(xp: Any, sums: Any, rank: int, salt: int, copies: Any) -> int:
     for part in _chunks(*words.shape):
         row = pattern(xp, ranks[part], tokens[part], words.shape[1], salt).view(sums.dtype)
         times = copies[part][:, None]
+        bias = None
+        if bias_salt is not None:
+            bias = pattern(xp, ranks[part], tokens[part], words.shape[1], bias_salt)
+            bias = bias.view(sums.dtype)
         if sums.dtype.kind in "iu":
             want = row * times.astype(sums.dtype)
+            want = want if bias is None else want + bias
         else:
             term = row.astype(wide)
-            total = xp.where(times > 0, term, wide(0))
-            for number in range(1, most):
+            total = xp.where(times > 0, term, wide(0)) if bias is None else bias.astype(wide)
+            for number in range(bias is None, most):
                 total = xp.where(times > number, total + term, total)
             want = total.astype(sums.dtype)
         wrong += int((words[part] != as_words(xp.ascontiguousarray(want))).any(axis=1).sum())

@@ -19,10 +19,12 @@ from deepep_cupy.bench.nccl import NcclFailedError, connect, why_no_nccl
 from deepep_cupy.bench.options import (
     add_common,
     check_common,
+    counts,
     modes_of_names,
     numbers,
     positive,
     shape_of,
+    tokens_of,
 )
 from deepep_cupy.bench.report import BenchReport, Steps
 from deepep_cupy.bench.workload import Bench, Ranks, Shape, Workload
@@ -31,8 +33,11 @@ from deepep_cupy.errors import ContractError
 
 __all__ = ["LatencyBench", "OperationBench", "Session"]
 
+_MANY_TOKENS = 4096
 _FEW_TOKENS = [1 << exponent for exponent in range(9)]
-_LATENCY_MODES = "no_wait,uncached,cached,pool"
+_LATENCY_MODES = (
+    "no_wait,uncached,cached,no_wait+expand,outside,pool,pool+weights,pool+bias,pool+per_rank"
+)
 
 
 class Session:
@@ -93,7 +98,11 @@ class Session:
             )
         if not self._settled:
             self._settled = True
-            self.meter = Meter(self.ranks, self._args.repeats)
+            self.meter = Meter(self.ranks, self._args.repeats, self._args.busy)
+            if self.ranks.gpu and any(not mode.capturable for mode in taken):
+                self.report.note(
+                    f"calls in which the host waits: behind {self._args.busy} x 256 MB (--busy)"
+                )
             if self.ranks.gpu and ceilings and bench.ranks.device is not None:
                 self.kernel = CeilingKernel(self.ranks.comm, bench.ranks.device)
             if self.ranks.gpu and not self._args.no_nccl:
@@ -132,8 +141,9 @@ class OperationBench:
         """Add the arguments of the sub-command."""
         default = ",".join(DEFAULTS[self._operation])
         parser.add_argument(
-            "--tokens", type=positive, default=4096, metavar="T", help="of each rank"
-        )
+            "--tokens", type=counts, metavar="T,T",
+            help="of every rank, or of each (default: 4096, or what a file of --routing has)",
+        )  # fmt: skip
         parser.add_argument(
             "--sms", type=numbers, default=[8, 16, 24, 64], metavar="N,N",
             help="GPU blocks per operation, one Buffer each (default: 8,16,24,64)",
@@ -151,7 +161,15 @@ class OperationBench:
         names = args.mode or ",".join(DEFAULTS[operation])
         modes = modes_of_names(operation, names, lambda name: parse(operation, name))
         comm = world(f"bench {operation}")
-        session = Session(operation, comm, shape_of(args, args.tokens), args)
+        tokens = tokens_of(operation, args, [_MANY_TOKENS], comm.size)
+        if len(tokens) not in (1, comm.size):
+            raise ContractError(
+                f"bench {operation}: argument --tokens must be one number or {comm.size}, one a "
+                f"rank, got {len(tokens)}."
+            )
+        in_words = ",".join(map(str, tokens))
+        session = Session(operation, comm, shape_of(args, tokens), args, in_words)
+        mine = tokens[comm.rank % len(tokens)]
         steps = Steps(
             len(args.sms) * (len(modes) + count_ceilings(modes)) + 1, shown=session.ranks.rank == 0
         )
@@ -162,7 +180,7 @@ class OperationBench:
                 if bench.num_sms not in seen:
                     seen.add(bench.num_sms)
                     last = number == len(args.sms) - 1 or not session.ranks.gpu
-                    self._measure(session, bench, modes, steps, with_nccl=last)
+                    self._measure(session, Workload(bench, mine), modes, steps, with_nccl=last)
                 if session.ranks.gpu and bench.num_sms != num_sms:
                     session.report.note(f"{num_sms} SMs: a rank gets no more than {bench.num_sms}")
             if not session.ranks.gpu:
@@ -174,10 +192,10 @@ class OperationBench:
 
     @staticmethod
     def _measure(
-        session: Session, bench: Bench, modes: list[Mode], steps: Steps, *, with_nccl: bool
+        session: Session, workload: Workload, modes: list[Mode], steps: Steps, *, with_nccl: bool
     ) -> None:
         """Measure everything on one Buffer: ceilings, calls and, once, NCCL."""
-        workload, rows = Workload(bench, session.shape.num_tokens), session.report.rows
+        rows = session.report.rows
         rates: Rates = {}
         if session.kernel is not None:
             found, rates = ceilings_of(workload, modes, session.kernel, session.meter, steps)
@@ -194,8 +212,8 @@ class LatencyBench:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments of the sub-command."""
         parser.add_argument(
-            "--tokens", type=numbers, default=_FEW_TOKENS, metavar="T,T",
-            help="of each rank (default: powers of two from 1 to 256)",
+            "--tokens", type=numbers, metavar="T,T",
+            help="sizes, alike on all ranks (default: powers of two from 1 to 256)",
         )  # fmt: skip
         parser.add_argument(
             "--sms",
@@ -214,14 +232,15 @@ class LatencyBench:
         """Measure, print and write; the exit code. Collective over COMM_WORLD."""
         check_common("latency", args)
         modes = modes_of_names("latency", args.mode, parse_any)
-        shape = shape_of(args, max(args.tokens))
-        tokens_in_words = ",".join(map(str, args.tokens))
-        session = Session("latency", world("bench latency"), shape, args, tokens_in_words)
-        steps = Steps(len(args.tokens) * (len(modes) + 2), shown=session.ranks.rank == 0)
+        comm = world("bench latency")
+        sizes = tokens_of("latency", args, _FEW_TOKENS, comm.size)
+        in_words = ",".join(map(str, sizes))
+        session = Session("latency", comm, shape_of(args, sizes), args, in_words)
+        steps = Steps(len(sizes) * (len(modes) + 2), shown=session.ranks.rank == 0)
         # Every size has its graphs, which keep what they write; together not twice the largest's.
         with session.bench(modes * 2, args.sms) as bench:
             modes = session.settle(bench, modes, ceilings=False)
-            for tokens in args.tokens:
+            for tokens in sizes:
                 self._measure(session, bench, tokens, modes, steps)
         steps.clear()
         session.close()

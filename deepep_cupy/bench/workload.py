@@ -7,7 +7,7 @@ Calls are checked before and after they are timed: their rows name where they co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ from deepep_cupy.reference.quant import num_groups, quantize
 
 __all__ = ["Bench", "Ranks", "Shape", "Workload", "graph_calls"]
 
-_SALT, _SCALE_SALT, _BYTE_SALT = 7, 8, 9
+_SALT, _SCALE_SALT, _BYTE_SALT, _BIAS_SALT = 7, 8, 9, 10
 _CAST_SAMPLE = 16
 """Received rows whose cast is compared with the reference."""
 _ROOM = 64 << 20
@@ -52,6 +52,7 @@ class Shape:
         exponent: Of Zipf's law, for ``zipf``.
         num_hot: Experts that are ever chosen, for ``k-hot``; None: K.
         seed: Of choices and weights.
+        choices: ``[R, T, K]`` experts of a file, in place of ``routing``.
     """
 
     num_tokens: int = 4096
@@ -63,6 +64,7 @@ class Shape:
     exponent: float = 1.0
     num_hot: int | None = None
     seed: int = 0
+    choices: Any = field(default=None, compare=False, repr=False)
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
@@ -92,6 +94,7 @@ class Ranks:
         xp: CuPy, or NumPy.
         device: This rank's GPU.
         gpus: For each rank, which GPU it is on; on the host engine each is on its own.
+        num_sms: SMs of this rank's GPU; 0 without one.
     """
 
     def __init__(self, comm: Any, engine: str = "auto") -> None:
@@ -100,6 +103,7 @@ class Ranks:
         self.gpu = False
         self.xp: Any = np
         self.device: int | None = None
+        self.num_sms = 0
         self.gpus: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._settled = False
 
@@ -116,6 +120,8 @@ class Ranks:
 
             self.gpu, self.xp = True, cupy
             cupy.cuda.Device(self.device).use()
+            found = cupy.cuda.runtime.getDeviceProperties(self.device)
+            self.num_sms = int(found["multiProcessorCount"])
             self.gpus = tuple(self.comm.allgather(device_uuid(self.device)))
 
     def up(self, array: Any) -> Any:
@@ -231,13 +237,20 @@ def kept_rows(mode: Mode, num_tokens: int, copies: int) -> int:
     """What the graph of a mode keeps in the pool, in received rows at their worst."""
     if mode.operation == "roundtrip":
         return graph_calls(mode, num_tokens)
+    if mode.operation == "combine":
+        return 1 + mode.expanded
     return 1 + copies * mode.expanded
 
 
 class Workload:
     """Arrays for one number of tokens, a handle, and the calls. The constructor is collective.
 
+    Args:
+        bench: The Buffer.
+        num_tokens: Tokens of this rank.
+
     Attributes:
+        most_tokens: T of the rank that has most.
         traffic: Rows from rank to rank in a dispatch.
         choices: Rows from rank to rank in a dispatch to the expanded layout.
         handle: Of a dispatch in the plain layout.
@@ -248,29 +261,34 @@ class Workload:
     def __init__(self, bench: Bench, num_tokens: int) -> None:
         self.bench, self.ranks, self.num_tokens = bench, bench.ranks, num_tokens
         ranks, shape = bench.ranks, bench.shape
+        self.most_tokens = int(ranks.most(num_tokens))
         rng = np.random.default_rng([shape.seed, ranks.rank])
-        choice = choose(
-            shape.routing,
-            num_tokens,
-            shape.num_topk,
-            bench.num_experts,
-            rng,
-            exponent=shape.exponent,
-            num_hot=shape.num_hot,
-        )
+        if shape.choices is not None:
+            choice = np.ascontiguousarray(shape.choices[ranks.rank, :num_tokens])
+        else:
+            choice = choose(
+                shape.routing,
+                num_tokens,
+                shape.num_topk,
+                bench.num_experts,
+                rng,
+                exponent=shape.exponent,
+                num_hot=shape.num_hot,
+            )
         self.traffic = self._traffic(rows_per_rank(choice, bench.num_experts, ranks.size))
         self.choices = self._traffic(choices_per_rank(choice, bench.num_experts, ranks.size))
         self.topk_idx = ranks.up(choice)
         self.weights = ranks.up(rng.random((num_tokens, shape.num_topk), np.float32))
         self.x = ranks.rows(num_tokens, shape.row_bytes(), shape.row_dtype)
         fill(ranks.xp, self.x, ranks.rank, _SALT)
-        got = self._dispatch()
+        self._received = got = self._dispatch()
         self.handle = got.handle
         self.inside = got.recv_x
         self.sources = sources(ranks.xp, self.handle)
         self._outside: Any = None
         self._fp8: Any = None
         self._expanded: Any = None
+        self._bias: Any = None
         self.check_rows("dispatch", self.inside)
 
     def _traffic(self, mine: list[int]) -> Traffic:
@@ -306,6 +324,15 @@ class Workload:
             self._expanded = self._dispatch(do_expand=True)
         return self._expanded
 
+    @property
+    def bias(self) -> Any:
+        """A bias, filled with bytes that say whose it is."""
+        if self._bias is None:
+            ranks, shape = self.ranks, self.bench.shape
+            self._bias = ranks.rows(self.num_tokens, shape.row_bytes(), shape.row_dtype)
+            fill(ranks.xp, self._bias, ranks.rank, _BIAS_SALT)
+        return self._bias
+
     # -------------------------------------------------------------------------------- calls
 
     def _dispatch(self, **options: Any) -> Any:
@@ -331,7 +358,7 @@ class Workload:
         else:
             options |= {"topk_idx": self.topk_idx, "topk_weights": self.weights}
             if mode.base == "no_wait":
-                options["num_worst_tokens"] = self.ranks.size * max(1, self.num_tokens)
+                options["num_worst_tokens"] = self.ranks.size * max(1, self.most_tokens)
             if expand:
                 options["do_expand"] = True
         if "cast" in mode.features:
@@ -340,17 +367,22 @@ class Workload:
 
     def _combine_call(self, mode: Mode) -> Callable[[], Any]:
         buffer = self.bench.buffer
-        if not mode.expanded:
-            rows = self.inside if mode.base == "pool" else self.outside
-            return lambda: buffer.combine(rows, self.handle)
-        rows, handle = self.expanded.recv_x, self.expanded.handle
-        if mode.base == "outside":
+        got = self.expanded if mode.expanded else self._received
+        rows, handle = got.recv_x, got.handle
+        if mode.base == "outside" and not mode.expanded:
+            rows = self.outside
+        elif mode.base == "outside":
             shape = self.bench.shape
             rows = self.ranks.rows(len(rows), shape.row_bytes(), shape.row_dtype)
-            rows.view(np.uint8)[...] = self.expanded.recv_x.view(np.uint8)
+            rows.view(np.uint8)[...] = got.recv_x.view(np.uint8)
+        options: dict[str, Any] = {}
+        if "weights" in mode.features:
+            options["topk_weights"] = got.recv_topk_weights
+        if "bias" in mode.features:
+            options["bias"] = self.bias
         if "per_rank" in mode.features:
-            return lambda: buffer.combine(rows, handle, reduce="per_rank")
-        return lambda: buffer.combine(rows, handle)
+            options["reduce"] = "per_rank"
+        return lambda: buffer.combine(rows, handle, **options)
 
     def _roundtrip_call(self, mode: Mode) -> Callable[[], Any]:
         there = self._dispatch_call(mode)
@@ -376,11 +408,13 @@ class Workload:
         if mode.operation == "dispatch":
             self._check_dispatch(what, mode, result)
         elif "per_rank" not in mode.features:
-            copies = None
-            if mode.expanded:
-                topk = self.bench.shape.num_topk
-                copies = self.ranks.xp.full(self.num_tokens, topk, np.int64)
-            self.check_sums(what, result.combined_x, copies)
+            copies = (self.topk_idx >= 0).sum(axis=1) if mode.expanded else None
+            bias_salt = _BIAS_SALT if "bias" in mode.features else None
+            self.check_sums(what, result.combined_x, copies, bias_salt)
+        if "weights" in mode.features:
+            want = self.weights * (self.topk_idx >= 0)
+            wrong = int((result.combined_topk_weights != want).any(axis=1).sum())
+            self.ranks.agree_on_zero(f"{what}: weights", wrong)
         self.ranks.synchronize()
         self.bench.buffer.check()
 
@@ -389,10 +423,12 @@ class Workload:
         wrong = wrong_rows(self.ranks.xp, rows, *self.sources, _SALT)
         self.ranks.agree_on_zero(what, wrong)
 
-    def check_sums(self, what: str, sums: Any, copies: Any = None) -> None:
+    def check_sums(
+        self, what: str, sums: Any, copies: Any = None, bias_salt: int | None = None
+    ) -> None:
         """Compare combined rows of ``x``. Collective."""
         copies = copies_of(self.handle) if copies is None else copies
-        wrong = wrong_sums(self.ranks.xp, sums, self.ranks.rank, _SALT, copies)
+        wrong = wrong_sums(self.ranks.xp, sums, self.ranks.rank, _SALT, copies, bias_salt)
         self.ranks.agree_on_zero(what, wrong)
 
     def _check_dispatch(self, what: str, mode: Mode, got: Any) -> None:

@@ -120,7 +120,7 @@ class Scatter:
     def __call__(self, back, returned, own, columns, out):
         assert out.dtype == np.float32
         rows = [each.reshape(-1, columns) for each in (returned, own, out)]
-        for token, line in enumerate(back.reshape(len(rows[2]), -1)):
+        for token, line in enumerate(back.reshape(-1, COMM.size)):
             total = np.zeros(columns, np.float32)
             for rank, row in enumerate(line):
                 if row >= 0:

@@ -166,6 +166,14 @@ def test_rows_and_sums_are_judged(dtype):
     sums = sum((x.astype(wide) * (copies > n)[:, None] for n in range(3)), np.zeros_like(x, wide))
     sums = sums.astype(dtype)
     assert wrong_sums(np, sums, 2, 7, copies) == 0
+    bias = np.empty_like(x)
+    fill(np, bias, 2, 10)
+    begun = bias.astype(wide)
+    for n in range(3):
+        begun = np.where((copies > n)[:, None], begun + x.astype(wide), begun)
+    begun = begun.astype(dtype)
+    assert wrong_sums(np, begun, 2, 7, copies, 10) == 0
+    assert wrong_sums(np, begun, 2, 7, copies) > 5
     sums.view(np.uint8)[4, 5] ^= 1
     assert wrong_sums(np, sums, 2, 7, copies) == 1
 
@@ -290,6 +298,8 @@ def test_the_larger_bound_counts():
     rates["there", "local", 1] = 60.0
     assert floor_of(moved, rates, 1) == 100
     assert floor_of(moved, {("there", "local", 1): 2.0}, 1) is None
+    rates["there", "local, all SMs", 1] = 3.0
+    assert floor_of(moved, rates, 1, expanded=True) == 200
 
 
 def test_figures_of_a_measurement():
@@ -302,6 +312,7 @@ def test_figures_of_a_measurement():
     modes = [parse("dispatch", name) for name in ("cached", "cached+fp8")]
     assert count_ceilings(modes) == 6
     assert count_ceilings([parse("roundtrip", "cached")]) == 6
+    assert count_ceilings([*modes, parse("dispatch", "cached+expand")]) == 7
 
 
 # ---------------------------------------------------------------------------------------- NCCL

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ranks as start
@@ -188,6 +189,61 @@ def test_options_are_checked_before_anything_runs(words, said):
         bench_options.check_common("dispatch", options(*words))
 
 
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        (np.zeros((2, 3), np.int64), r"must hold integers \[ranks, tokens, choices\], got int64"),
+        (np.zeros((2, 3, 4)), "must hold integers .*, got float64"),
+        (np.full((2, 3, 4), 256), "must hold experts from -1 to 255 .*, got 256 to 256"),
+        (np.zeros((2, 0, 4), int), "must hold a choice"),
+        (None, "cannot be read as a .npy file"),
+    ],
+)
+def test_choices_of_a_file_are_checked(choices, said, tmp_path):
+    path = tmp_path / "x.npy"
+    if choices is not None:
+        np.save(path, choices)
+    with pytest.raises(ContractError, match=f"argument --routing: .*x.npy {said}"):
+        bench_options.check_common("dispatch", options("--routing", str(path)))
+
+
+def test_tokens_and_choices_of_a_file(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((2, 100, 4), np.uint16))
+    args = options("--routing", str(path))
+    bench_options.check_common("dispatch", args)
+    args.tokens = None
+    of = bench_options.tokens_of
+    assert of("dispatch", args, [4096], 2) == [100]
+    assert of("latency", args, [1, 64, 128], 2) == [1, 64]
+    shape = bench_options.shape_of(args, [100])
+    assert (shape.num_topk, shape.choices.shape) == (4, (2, 100, 4))
+    with pytest.raises(ContractError, match="choices of 3 ranks, got those of 2"):
+        of("dispatch", args, [4096], 3)
+    args.tokens = [7, 101]
+    with pytest.raises(ContractError, match=r"--tokens must be at most 100, .* got 101"):
+        of("dispatch", args, [4096], 2)
+
+
+def test_counts_of_ranks():
+    assert bench_options.counts("7,0,7") == [7, 0, 7]
+    for text in ("0", "0,0", "-1,2", "x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            bench_options.counts(text)
+
+
+def test_faster_than_the_bare_copy_is_said_and_not_divided():
+    report = BenchReport("dispatch", Shape(), Ranks(), 20)
+    report.rows += [row(us=100.0, floor_us=117.0), row("uncached", us=100.0, floor_us=100.4)]
+    text = report.text()
+    assert "1.17" not in text
+    assert [line.split()[-1] for line in text.splitlines()[2:4]] == ["-", "1.00"]
+    assert "faster than the bare copy" in text
+    other = BenchReport("dispatch", Shape(), Ranks(), 20)
+    other.rows += report.rows[1:]
+    assert "faster than the bare copy" not in other.text()
+
+
 def test_a_plot_needs_matplotlib(monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlatformError, match="--plot needs matplotlib"):
@@ -254,9 +310,12 @@ def test_the_bar_counts_steps(monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.parametrize("verb", ["dispatch", "combine", "roundtrip", "latency"])
 def test_on_the_host_engine(verb, tmp_path):
-    tokens = "1,3" if verb == "latency" else "40"
     out = tmp_path / "x.json"
-    arguments = ["bench", verb, "--tokens", tokens, *SMALL, "--engine", "host", "--json", out]
+    tokens = ["--tokens", "1,3" if verb == "latency" else "40"]
+    if verb == "roundtrip":  # choices of a file, some of them none
+        np.save(tmp_path / "x.npy", np.arange(-1, 14, dtype=np.int32).reshape(1, 5, 3))
+        tokens = ["--routing", tmp_path / "x.npy"]
+    arguments = ["bench", verb, *tokens, *SMALL, "--engine", "host", "--json", out]
     done = subprocess.run(
         [sys.executable, "-m", "deepep_cupy", *map(str, arguments)],
         cwd=WORKER.parents[2], capture_output=True, text=True, timeout=100, check=False,
@@ -266,6 +325,10 @@ def test_on_the_host_engine(verb, tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert {each["kind"] for each in rows} == {"call"}
     assert all(each["us"] > 0 and each["graph_us"] is None for each in rows)
+    if verb == "roundtrip":
+        assert {each["num_tokens"] for each in rows} == {5}
+        assert "5 tokens a rank" in done.stdout
+        assert "top-3 of 16" in done.stdout
 
 
 def run(ranks, *arguments):
@@ -298,7 +361,10 @@ def test_dispatch_as_on_two_gpus(tmp_path):
 
 
 RUNS = {  # ranks, GPUs, command line: words on rank 0
-    (3, 3, "combine --tokens 20 --sms 8"): ["pool+per_rank", "ceiling: pull", "recv, scatter"],
+    (3, 3, "combine --tokens 20,7,0 --sms 8"): [
+        *("20,7,0 tokens a rank", "pool+per_rank", "ceiling: pull", "recv, scatter"),
+        *("ceiling: local, all SMs", "outside+weights", "pool+bias", "pool+expand"),
+    ],
     (4, 2, "combine --tokens 20 --sms 8,200 --mode pool,outside"): [
         *("4 ranks on 2 GPUs", "ceiling: push", "NCCL does not put two ranks on one GPU"),
         *("\n 66  ", "200 SMs: a rank gets no more than 66"),
@@ -308,7 +374,9 @@ RUNS = {  # ranks, GPUs, command line: words on rank 0
     (2, 2, "roundtrip --tokens 20 --sms 8 --routing k-hot"): [
         *("ceiling: push there", "ceiling: pull back", "scatter"),
     ],
-    (2, 2, "latency --tokens 1,4 --routing zipf"): ["dispatch no_wait", "combine pool", "graph"],
+    (2, 2, "latency --tokens 1,4 --routing zipf --busy 2"): [
+        *("dispatch no_wait", "combine pool", "graph", "host min", "behind 2 x 256 MB"),
+    ],
 }
 
 
