@@ -110,6 +110,16 @@ def read(name: str) -> str:
     return text.lower()
 
 
+def check() -> None:
+    """Read all variables.
+
+    Raises:
+        ContractError: The value of one is none of its choices.
+    """
+    for variable in VARIABLES:
+        read(variable.name)
+
+
 def loads() -> str:
     """``DEEPEP_CUPY_LOADS``."""
     return read("DEEPEP_CUPY_LOADS")

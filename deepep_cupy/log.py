@@ -6,9 +6,11 @@ no handler would see the lines.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from deepep_cupy import env
+from deepep_cupy.errors import ContractError
 
 __all__ = ["logger", "set_up"]
 
@@ -22,5 +24,6 @@ def set_up() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("deepep_cupy: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(env.log_level().upper())
+    with contextlib.suppress(ContractError):  # whoever uses the variable says that it is wrong
+        logger.setLevel(env.log_level().upper())
     logger.propagate = False

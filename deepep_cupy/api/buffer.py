@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Literal, Self
 
-from deepep_cupy import env, log
+from deepep_cupy import log
 from deepep_cupy._version import __version__
 from deepep_cupy.api.advice import suggest_keywords
 from deepep_cupy.api.call_cache import CallCache
@@ -43,8 +43,8 @@ from deepep_cupy.protocol.headers import Kind, Layout
 from deepep_cupy.protocol.nodes import MAX_RANKS
 from deepep_cupy.protocol.sizes import MAX_BLOCKS_WANTED, MAX_ROWS, pool_bytes_hint
 from deepep_cupy.ranks.abort_board import AbortBoard
-from deepep_cupy.ranks.exit_guard import ExitGuard, print_errors_once
-from deepep_cupy.ranks.group import Group
+from deepep_cupy.ranks.exit_guard import ExitGuard, Watch, print_errors_once
+from deepep_cupy.ranks.group import Group, Program
 
 __all__ = ["Buffer"]
 
@@ -90,6 +90,8 @@ class Buffer(LowLatencyMethods):
     Raises:
         ContractError: On every rank, when an argument is wrong or differs between ranks.
         PlatformError: On every rank, when these ranks or machines cannot do it.
+        PeerTimeoutError: Not all ranks of ``comm`` made this call within ``timeout_s``. The
+            program can only end then.
     """
 
     @suggest_keywords
@@ -123,12 +125,18 @@ class Buffer(LowLatencyMethods):
             engine=engine,
             device=device,
             timeout_s=timeout_s,
-            ranks_per_node=env.ranks_per_node() if ranks_per_node is None else ranks_per_node,
+            ranks_per_node=ranks_per_node,
             low_latency_tokens=low_latency_tokens,
             low_latency_in_flight=low_latency_in_flight,
         )
         print_errors_once()
-        group = _make_group(comm)
+        with Watch(_program(), (ContractError, PlatformError)):
+            self._construct(comm, arguments)
+
+    def _construct(self, comm: Any, arguments: BufferArguments) -> None:
+        """Meet the other ranks, agree with them, and make the parts. Collective."""
+        engine, device = arguments.engine, arguments.device
+        group = _make_group(comm, arguments.patience())
         board = None
         try:
             self._spec = agree(group, arguments, __version__)
@@ -858,13 +866,19 @@ def _call_lock(engine: str) -> CallLock:
     return CallLock(side_by_side=many_threads_may_call(), only_thread=only_thread)
 
 
-def _make_group(comm: Any) -> Group:
+def _program() -> Program:
     try:
-        from deepep_cupy.ranks.mpi import MPIGroup
+        from deepep_cupy.ranks.mpi import MPIProgram
     except ImportError as error:
         raise PlatformError(
             f"Buffer(): mpi4py with an MPI library is needed, but: {error}; "
             f"pip install 'deepep_cupy[mpich]' brings both."
         ) from error
-    group: Group = MPIGroup(comm)
+    return MPIProgram()
+
+
+def _make_group(comm: Any, timeout_s: float) -> Group:
+    from deepep_cupy.ranks.mpi import MPIGroup
+
+    group: Group = MPIGroup(comm, timeout_s)
     return group

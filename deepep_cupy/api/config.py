@@ -14,7 +14,7 @@ import numpy as np
 from deepep_cupy import env
 from deepep_cupy.api.values import is_int, resolve_dtype, wrong_number
 from deepep_cupy.engines.select import ENGINES
-from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError, shown
+from deepep_cupy.errors import ContractError, DeepEPCupyError, PlatformError, described, shown
 from deepep_cupy.protocol.control_block import ControlLayout
 from deepep_cupy.protocol.headers import REGION_BYTES
 from deepep_cupy.protocol.nodes import MAX_RANKS_PER_NODE, NodeMap, Place, map_nodes
@@ -96,6 +96,18 @@ class BufferArguments:
     ranks_per_node: Any
     low_latency_tokens: Any = 0
     low_latency_in_flight: Any = 1
+
+    def completed(self) -> BufferArguments:
+        """With what the environment says where an argument is not given."""
+        if self.ranks_per_node is not None:
+            return self
+        return replace(self, ranks_per_node=env.ranks_per_node())
+
+    def patience(self) -> float:
+        """Seconds to wait for the other ranks, with which nothing has been agreed on yet."""
+        seconds = self.timeout_s
+        right = isinstance(seconds, int | float) and 0 < seconds <= MAX_TIMEOUT_S
+        return float(seconds) if right else 100.0
 
     def complaint(self, num_ranks: int) -> str | None:
         """What is wrong with them, as far as one rank can tell; ``None`` if nothing is."""
@@ -236,11 +248,21 @@ def agree(group: Group, arguments: BufferArguments, version: str) -> BufferSpec:
         ContractError: On every rank, when an argument is wrong or differs.
         PlatformError: On every rank, when these ranks cannot work together.
     """
-    complaint = arguments.complaint(group.size)
-    platform = _complaint_about_ranks(group, arguments)
-    mine = {"version of deepep_cupy": version, **arguments.comparable()}
+    complaint = platform = unreadable = None
+    mine: dict[str, str] = {}
+    try:
+        env.check()
+        arguments = arguments.completed()
+        complaint = arguments.complaint(group.size)
+        platform = _complaint_about_ranks(group, arguments)
+        mine = {"version of deepep_cupy": version, **arguments.comparable()}
+    except ContractError as wrong:
+        unreadable = str(wrong).rstrip(".")
+    except Exception as other:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+        unreadable = described(other)
     place = Place(group.node_ranks[0], group.host)
-    ranks = group.allgather((complaint, platform, mine, place))
+    ranks = group.allgather((complaint, platform, mine, place, unreadable))
+    _raise_first(ContractError, [each[4] for each in ranks], group.rank)
     _raise_first(PlatformError, [each[1] for each in ranks], group.rank)
     compared = [each[2] for each in ranks]
     for field in mine:

@@ -128,6 +128,8 @@ class Lifecycle:
     def reset(self) -> None:
         """See ``Buffer.reset``."""
         self.must_not_be_closed("reset")
+        if self._group.over:
+            raise self._too_late("reset")
         with self._alone("reset"), self.failures("reset"):
             self.sent.drop("reset")
             self._engine.reset()
@@ -139,6 +141,10 @@ class Lifecycle:
         """See ``Buffer.close``."""
         if self.state is State.CLOSED:
             return
+        if self._group.over:
+            self._become(State.CLOSED)
+            self._guard.end()
+            raise self._too_late("close")
         with self._alone("close"):
             self._become(State.CLOSED)
             self.sent.drop("close")
@@ -157,6 +163,9 @@ class Lifecycle:
         if self.state is State.CLOSED:
             return
         self._become(State.CLOSED)
+        if self._group.over:
+            self._guard.end()
+            return
         self._abandon(error)
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             self._guard.code = error.code if isinstance(error.code, int) else 1
@@ -240,6 +249,12 @@ class Lifecycle:
                 f"{operation}(): this Buffer is poisoned on rank {self._spec.rank} by an earlier "
                 f"failure; call reset() or close() on every rank."
             )
+
+    def _too_late(self, operation: str) -> StateError:
+        return StateError(
+            f"{operation}(): MPI has been finalised on rank {self._spec.rank}, and the ranks "
+            f"cannot meet any more; close Buffers before MPI.Finalize() (end the 'with' first)."
+        )
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:

@@ -23,9 +23,9 @@ from types import TracebackType
 
 from deepep_cupy.errors import DeepEPCupyError, described
 from deepep_cupy.ranks.abort_board import Abort, AbortBoard, AbortReason, RankState
-from deepep_cupy.ranks.group import Group
+from deepep_cupy.ranks.group import Group, Program
 
-__all__ = ["ExitGuard"]
+__all__ = ["ExitGuard", "Watch"]
 
 _GRACE_S = 1.0
 """Seconds in which the other ranks can print their errors before all are ended."""
@@ -51,10 +51,6 @@ class ExitGuard:
 
     def begin(self) -> None:
         """Start to watch."""
-        _groups[:] = [self.group]
-        if not _guards:
-            atexit.unregister(_at_exit)
-            atexit.register(_at_exit)
         _guards.append(self)
 
     def end(self) -> None:
@@ -63,9 +59,37 @@ class ExitGuard:
             _guards.remove(self)
 
 
+class Watch:
+    """Watches over the construction of a Buffer: ``with Watch(program):``. From its begin on, an
+    exception that nobody catches ends all ranks, for the rest of the process.
+
+    Where the construction fails on this rank and perhaps on no other, the ranks cannot end in an
+    orderly way any more, whatever becomes of the exception.
+
+    Args:
+        program: The processes.
+        together: What all ranks raise where one does.
+    """
+
+    def __init__(self, program: Program, together: tuple[type[BaseException], ...]) -> None:
+        self._program, self._together = program, together
+
+    def __enter__(self) -> None:
+        _programs[:] = [self._program]
+        if not _guards:
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, self._together):
+            _doomed[:] = [True]
+
+
 _guards: list[ExitGuard] = []
-_groups: list[Group] = []
-"""The ranks of the last Buffer, which need no longer be there: they know how to end the program."""
+_programs: list[Program] = []
+"""The processes of the last Buffer, which need no longer be there: they know how to end."""
+_doomed: list[bool] = []
+"""Not empty: a construction was left by some ranks."""
 
 
 def print_errors_once() -> None:
@@ -90,14 +114,17 @@ def print_errors_once() -> None:
 def _at_exit() -> None:
     # Set by the interpreter when an uncaught exception ended the program.
     uncaught = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    programs = [*(guard.group for guard in _guards), *_programs]
+    if not programs or programs[0].over:
+        return
     fatal = [guard for guard in _guards if guard.group.size > 1 and (guard.doomed or uncaught)]
     if not fatal:
-        if uncaught and _groups and _groups[0].world_size > 1:
+        if (uncaught or _doomed) and programs[0].world_size > 1:
             try:
                 time.sleep(_GRACE_S)
                 _flush()
             finally:
-                _groups[0].abort(1)
+                programs[0].abort(1)
         elif _guards and not uncaught and _guards[0].group.rank == 0:
             with contextlib.suppress(Exception):
                 sys.stderr.write(

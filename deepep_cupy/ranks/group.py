@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Group", "LinkError", "Request", "SharedWindow"]
+__all__ = ["Bytes", "Group", "LinkError", "Program", "Request", "SharedWindow"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -47,13 +47,27 @@ class SharedWindow(Protocol):
         ...
 
 
-class Group(Protocol):
+class Program(Protocol):
+    """All processes that were started together."""
+
+    world_size: int
+    """How many, which may be more than the ranks of a group."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the messaging layer has been shut down: nothing of it may be used any more."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End every process of the program now."""
+        ...
+
+
+class Group(Program, Protocol):
     """The ranks of one Buffer, on a communicator of their own."""
 
     rank: int
     size: int
-    world_size: int
-    """Ranks of the whole program, which may be more than those of this group."""
     node_ranks: tuple[int, ...]
     """Ranks of this group that are on this one's machine, ascending."""
     host: str
@@ -91,10 +105,6 @@ class Group(Protocol):
     def shared_window(self, nbytes: int, node: int = 0) -> SharedWindow:
         """Collective, and blocking: zeroed memory that all ranks of this machine see which give
         the same ``node``."""
-        ...
-
-    def abort(self, code: int) -> None:
-        """End every process of the program now."""
         ...
 
     def free(self) -> None:

@@ -7,17 +7,25 @@ marked as blocking in ``Group``; those that run inside an operation only start a
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from deepep_cupy.errors import ContractError
+from deepep_cupy.errors import ContractError, PeerTimeoutError, PlatformError
 from deepep_cupy.ranks.group import Bytes, LinkError, Request
+from deepep_cupy.ranks.rendezvous import poll
 
-__all__ = ["MPIGroup", "many_threads_may_call", "other_threads_may_call", "world"]
+__all__ = ["MPIGroup", "MPIProgram", "many_threads_may_call", "other_threads_may_call", "world"]
 
 PAGE = 4096
+_SHARED = "/dev/shm"
+_SPARE = 1 << 20
+"""Bytes that MPI and others may take there between a look and the use of what was seen."""
 
 _kept: list[Request] = []
 """Requests that were under way when their Buffer failed; see ``Group.keep``."""
@@ -68,6 +76,31 @@ class MPIRequest:
             self._request.Cancel()
 
 
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """MPI's errors as ``PlatformError``."""
+    try:
+        yield
+    except MPI.Exception as error:
+        text = error.Get_error_string().strip().splitlines()[-1]
+        raise PlatformError(f"Buffer(): MPI could not {what}: {text}.") from error
+
+
+def _meet(comm: Any, timeout_s: float) -> None:
+    """Wait until all ranks have come, in a way that ends and can be interrupted."""
+    request, rounds = comm.Ibarrier(), 0
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"Buffer(): rank {comm.rank} waited {timeout_s:g} s in vain for all "
+                f"{comm.size} ranks to make this call; make it on every rank of the "
+                f"communicator, in one order, or end the program."
+            )
+        poll(rounds)
+        rounds += 1
+
+
 class MPIWindow:
     """An ``MPI.Win`` of shared memory, in one MPI access epoch as long as it lives."""
 
@@ -94,24 +127,64 @@ class MPIWindow:
         self._node.Free()
 
 
-class MPIGroup:
-    """``Group`` on a duplicate of a communicator. The constructor is collective, and blocks."""
+class MPIProgram:
+    """``Program``.
 
-    def __init__(self, comm: Any) -> None:
+    Raises:
+        PlatformError: MPI is not initialised, or was finalised.
+    """
+
+    def __init__(self) -> None:
+        if self.over or not MPI.Is_initialized():
+            state = "has been finalised" if self.over else "is not initialised"
+            raise PlatformError(
+                f"Buffer(): MPI {state} in this process; make Buffers between MPI.Init() and "
+                f"MPI.Finalize() (mpi4py does both, unless it is told not to)."
+            )
+        self.world_size: int = MPI.COMM_WORLD.size
+
+    @property
+    def over(self) -> bool:
+        """See ``Program.over``."""
+        return bool(MPI.Is_finalized())
+
+    def abort(self, code: int) -> None:
+        """See ``Program.abort``."""
+        if not self.over:
+            MPI.COMM_WORLD.Abort(code)
+
+
+class MPIGroup(MPIProgram):
+    """``Group`` on a duplicate of a communicator. The constructor is collective, and blocks once
+    all ranks have come.
+
+    Args:
+        comm: An mpi4py intracommunicator.
+        timeout_s: Seconds in which all ranks must come.
+
+    Raises:
+        ContractError: ``comm`` is none.
+        PlatformError: MPI refuses; on the ranks that it tells.
+        PeerTimeoutError: Some rank did not come in time. MPI does not say which.
+    """
+
+    def __init__(self, comm: Any, timeout_s: float = 100.0) -> None:
+        super().__init__()
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ContractError(
                 f"Buffer(): argument 'comm' must be an mpi4py communicator such as "
                 f"MPI.COMM_WORLD, got {type(comm).__name__}."
             )
-        self._comm = comm.Dup()
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
-        self.world_size: int = MPI.COMM_WORLD.size
-        self.host: str = MPI.Get_processor_name()
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.node_ranks: tuple[int, ...] = tuple(node.allgather(self.rank))
-        node.Free()
+        with _refusals("make a communicator for the Buffer"):
+            _meet(comm, timeout_s)
+            self._comm = comm.Dup()
+            self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+            self.rank: int = self._comm.rank
+            self.size: int = self._comm.size
+            self.host: str = MPI.Get_processor_name()
+            node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            self.node_ranks: tuple[int, ...] = tuple(node.allgather(self.rank))
+            node.Free()
 
     def allgather(self, value: Any) -> list[Any]:
         """See ``Group.allgather``."""
@@ -163,16 +236,35 @@ class MPIGroup:
         _kept.extend(requests)
 
     def shared_window(self, nbytes: int, node: int = 0) -> MPIWindow:
-        """See ``Group.shared_window``."""
-        machine = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        shared = machine.Split(node, self.rank)
-        machine.Free()
-        return MPIWindow(shared, nbytes)
+        """See ``Group.shared_window``.
 
-    def abort(self, code: int) -> None:
-        """See ``Group.abort``."""
-        if not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(code)
+        Raises:
+            PlatformError: On every rank: there is no room for it, or MPI refuses.
+        """
+        with _refusals("share memory between these ranks, which one mpirun must have started"):
+            self._look_for_room(nbytes)
+            machine = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            shared = machine.Split(node, self.rank)
+            machine.Free()
+            return MPIWindow(shared, nbytes)
+
+    def _look_for_room(self, nbytes: int) -> None:
+        """Where the file system of shared memory is full, writing there ends the process."""
+        try:
+            found = os.statvfs(_SHARED)
+            room = found.f_bavail * found.f_frsize
+        except OSError:
+            room = -1  # there is none, and MPI has another way
+        rooms = self._comm.allgather((room, self.host))
+        for rank, (room, host) in enumerate(rooms):
+            if 0 <= room < nbytes + _SPARE:
+                error = PlatformError(
+                    f"Buffer(): {_SHARED} of {host} has {room >> 10} KiB left, wanted at least "
+                    f"{(nbytes + _SPARE) >> 10}, on rank {rank}; remove what ended programs have "
+                    f"left there (mpich_shm_*), or give the container more (--shm-size)."
+                )
+                error.printed_elsewhere = self.rank != rank
+                raise error
 
     def free(self) -> None:
         """See ``Group.free``."""

@@ -279,6 +279,7 @@ class FakeRequest:
 
 class FakeGroup:
     host = "here"
+    over = False
     world_size = size = 4
     node_ranks = (0, 1, 2, 3)
 

@@ -33,6 +33,7 @@ SPEC = BufferSpec(
 class Group:
     """Rank 0 of two on one machine; nothing ever comes from rank 1."""
 
+    over = False
     host, world_size, size, rank, node_ranks = "here", 2, 2, 0, (0, 1)
 
     def __init__(self):
@@ -195,7 +196,7 @@ def test_a_board_that_cannot_be_written_does_not_stop_the_end(monkeypatch):
 def test_a_program_without_open_buffers_ends_though_nothing_can_be_written(monkeypatch):
     group = Group()
     monkeypatch.setattr(exit_guard, "_guards", [])
-    monkeypatch.setattr(exit_guard, "_groups", [group])
+    monkeypatch.setattr(exit_guard, "_programs", [group])
     monkeypatch.setattr(exit_guard, "_GRACE_S", 0.01)
     monkeypatch.setattr(sys, "stdout", Unwritable())
     monkeypatch.setattr(sys, "last_value", RuntimeError("x"), raising=False)
@@ -247,7 +248,7 @@ def test_a_reset_lets_the_process_end_in_an_orderly_way():
     guard = ExitGuard(Group(), None)
     done = []
     engine = SimpleNamespace(name="host", reset=lambda: done.append(1), abort=done.append)
-    life = Lifecycle(SPEC, None, None, guard, engine, CallLock())
+    life = Lifecycle(SPEC, Group(), None, guard, engine, CallLock())
     with pytest.raises(ZeroDivisionError), life.failures("dispatch"):
         _ = 1 // 0
     assert (life.state, guard.doomed) == (State.POISONED, True)
@@ -297,7 +298,8 @@ def host_engine(done):
         return np.array([words, [9, 4, *words[2:]]])
 
     engine._rendezvous = SimpleNamespace(
-        barrier=lambda operation: done.append(f"barrier of {operation}"), exchange=exchange
+        barrier=lambda operation, hurry=None: done.append(f"barrier of {operation}"),
+        exchange=exchange,
     )
     sent = np.zeros(2, np.int64)
     engine._wire = SimpleNamespace(sent=sent, drain=lambda *_: done.append("drain"))

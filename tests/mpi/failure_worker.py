@@ -387,6 +387,25 @@ def constructed(comm):
 
 
 @scenario
+def constructed_by_some(comm):
+    """Rank 1 makes no Buffer; the others catch what that costs them, and end in order."""
+    if comm.rank == BAD:
+        time.sleep(60)
+    report(lambda: make(comm))
+
+
+@scenario
+def interrupted_construction(comm):
+    """Rank 1 makes no Buffer; rank 0 is interrupted while it waits for it."""
+    if comm.rank == BAD:
+        time.sleep(60)
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(1)
+    Buffer(comm, num_max_tokens_per_rank=4, hidden=8, num_topk=0, engine="host", timeout_s=100)
+
+
+@scenario
 def raises_and_is_caught(comm):
     """An exception on every rank, caught outside: the next Buffer works, the end is good."""
     trip = RoundTrip(comm, 1)

@@ -72,6 +72,65 @@ def test_errors_of_mpi_are_returned_whatever_mpi4py_is_told():
     )
 
 
+def test_before_and_after_mpi_there_is_one_sentence():
+    """MPICH would end the process without a traceback."""
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "from mpi4py import MPI\n"
+        "from deepep_cupy import Buffer\n"
+        "def make():\n"
+        "    return Buffer(MPI.COMM_WORLD, num_max_tokens_per_rank=4, hidden=8, num_topk=0)\n"
+        "def said(call):\n"
+        "    try: call()\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+        "said(make); MPI.Init(); buffer = make(); MPI.Finalize(); said(make)\n"
+        "said(buffer.reset); said(buffer.close); buffer.close()\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=env.child_environment({}, WORKER.parents[2]),
+    )
+    before, after, reset, close = child.stdout.splitlines()
+    assert before.startswith("PlatformError Buffer(): MPI is not initialised in this process")
+    assert after.startswith("PlatformError Buffer(): MPI has been finalised in this process")
+    assert reset.startswith("StateError reset(): MPI has been finalised on rank 0")
+    assert close.startswith("StateError close(): MPI has been finalised on rank 0")
+
+
+def test_shared_memory_that_cannot_be_had_is_one_sentence():
+    """Because it is full, which would end the process by a bus error later, or MPI says no."""
+    code = (
+        "from types import SimpleNamespace\n"
+        "from deepep_cupy.ranks import mpi\n"
+        "from deepep_cupy.errors import PlatformError\n"
+        "group, statvfs = mpi.MPIGroup(mpi.MPI.COMM_SELF), mpi.os.statvfs\n"
+        "def say():\n"
+        "    try: group.shared_window(64)\n"
+        "    except PlatformError as error: print(error)\n"
+        "mpi.os.statvfs = lambda path: SimpleNamespace(f_bavail=7, f_frsize=1024)\n"
+        "say()\n"
+        "mpi.os.statvfs = statvfs\n"
+        "def refuse(*_): raise mpi.MPI.Exception(mpi.MPI.ERR_OTHER)\n"
+        "mpi.MPIWindow = refuse\n"
+        "say()\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=env.child_environment({}, WORKER.parents[2]),
+    )
+    full, refused = child.stdout.splitlines()
+    assert re.match(r"Buffer\(\): /dev/shm of \S+ has 7 KiB left, wanted at least 1024", full)
+    assert refused.startswith("Buffer(): MPI could not share memory between these ranks")
+
+
 def test_one_rank_needs_no_mpirun():
     child = subprocess.run(
         [sys.executable, str(WORKER)],

@@ -224,6 +224,25 @@ def test_too_many_ranks_are_one_traceback():
         )
 
 
+def test_a_construction_that_not_all_ranks_make_ends():
+    """After timeout_s on those that do; the program then ends, also where the error was caught."""
+    run = ends("constructed_by_some")
+    assert run.returncode != 0, run
+    assert run.seconds < 20, run
+    for rank in GOOD:
+        ((kind, seconds, message),) = saw(run.outputs[rank])
+        assert kind == "PeerTimeoutError", run
+        assert TIMEOUT_S <= seconds < TIMEOUT_S + 1, run
+        assert "in vain for all 3 ranks to make this call" in message, run
+
+
+def test_a_construction_can_be_interrupted():
+    run = ends("interrupted_construction")
+    assert run.returncode != 0, run
+    assert run.seconds < 20, run
+    assert "KeyboardInterrupt" in run.outputs[0], run
+
+
 def test_exception_that_one_rank_catches_outside():
     """The others hear of it at once, and that they end is not held up by their limit."""
     run = ends("raises_and_stays")

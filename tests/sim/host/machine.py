@@ -195,7 +195,9 @@ class Machine:
         clock = SimpleNamespace(monotonic=lambda: self.baton.now, sleep=self.poll)
         driver = _Bindings(self)
         values = [
-            (api_buffer, "_make_group", lambda comm: comm),
+            (api_buffer, "_make_group", lambda comm, timeout_s: comm),
+            (api_buffer, "_program", lambda: None),
+            (api_buffer, "Watch", lambda *_: contextlib.nullcontext()),
             (api_buffer, "make_engine", self._make_engine),
             (api_buffer, "ExitGuard", _Guard),
             (api_buffer, "print_errors_once", lambda: None),

@@ -35,7 +35,7 @@ class _Window:
 class Group:
     """``ranks.group.Group`` of one rank."""
 
-    host = "node"
+    host, over = "node", False
 
     def __init__(self, machine, rank, name="world"):
         self._machine, self.rank, self._name = machine, rank, name
