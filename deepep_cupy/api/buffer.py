@@ -10,6 +10,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
 from typing import Any, Literal, Self
 
@@ -26,7 +27,7 @@ from deepep_cupy.api.low_latency_cache import LowLatencyCalls
 from deepep_cupy.api.low_latency_checks import LowLatencyChecker
 from deepep_cupy.api.low_latency_methods import LowLatencyMethods
 from deepep_cupy.api.results import CombineResult, DispatchResult, LayoutResult
-from deepep_cupy.api.values import new_array, wrong_flag, wrong_number
+from deepep_cupy.api.values import new_array, stream_address, wrong_flag, wrong_number
 from deepep_cupy.engines.calls import (
     CombineArguments,
     CombineOptions,
@@ -721,6 +722,30 @@ class Buffer(LowLatencyMethods):
             PlatformError: The engine has no events.
         """
         return EventOverlap(self._with_events("capture").capture())
+
+    def on(self, stream: object) -> AbstractContextManager[object]:
+        """Let the calls of this thread inside ``with buffer.on(stream):`` be on that stream.
+
+        Calls are on CuPy's current stream, which knows nothing of the current streams of other
+        libraries: a tensor that PyTorch overwrites on a stream of its own right behind a call may
+        be overwritten before the call has read it. Inside, the call is on PyTorch's stream.
+
+        Collective: no.  Stream: given.  Host sync: no.
+
+        Args:
+            stream: Of PyTorch, Numba, CuPy or cuda.core, anything with ``__cuda_stream__``, or the
+                address of a ``cudaStream_t``; it must live as long as results of the calls do. On
+                the host engine without effect.
+
+        Returns:
+            A context manager. It makes the stream CuPy's current one, too.
+
+        Raises:
+            ContractError: On this rank, when ``stream`` is none.
+            StateError: The Buffer is closed.
+        """
+        self._life.must_not_be_closed("on")
+        return self._engine.on(stream_address(stream))
 
     def get_comm_stream(self) -> Any:
         """The communication stream: a CuPy stream of high priority; None on the host engine.

@@ -17,6 +17,7 @@ __all__ = [
     "misfit",
     "new_array",
     "resolve_dtype",
+    "stream_address",
     "wrong_flag",
     "wrong_number",
 ]
@@ -46,6 +47,31 @@ def wrong_flag(name: str, value: object) -> str | None:
     if isinstance(value, bool | np.bool_):
         return None
     return f"argument '{name}' must be True or False, got {shown(value)}"
+
+
+def stream_address(stream: object) -> int:
+    """The ``cudaStream_t`` of a stream of any library.
+
+    Raises:
+        ContractError: It is no stream.
+    """
+    found: object = stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:  # a method that returns (version, address); once an attribute
+        found = (protocol() if callable(protocol) else protocol)[1]
+    else:
+        for name in ("cuda_stream", "ptr", "handle"):  # PyTorch; CuPy; Numba
+            if hasattr(stream, name):
+                found = getattr(stream, name)
+                break
+    if hasattr(found, "value"):  # ctypes; a null pointer's value is None
+        found = found.value or 0
+    if not is_int(found) or not 0 <= found < 1 << 64:
+        raise ContractError(
+            f"on(): argument 'stream' must be a CUDA stream or the address of one, got "
+            f"{shown(stream)}."
+        )
+    return int(found)
 
 
 def resolve_dtype(dtype: Any) -> np.dtype[Any]:

@@ -33,6 +33,7 @@ combination of the modes an engine names is possible.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -167,6 +168,11 @@ class Engine(Protocol):
 
     def comm_stream(self) -> Any:
         """Local. The communication stream; None on the host engine. Mode ``events``."""
+        ...
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        """Local. Within it the CUDA stream at this address is the current one of this thread; on
+        the host engine, nothing."""
         ...
 
     def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from deepep_cupy.api.values import resolve_dtype
 from deepep_cupy.engines.calls import Array, Routing
-from deepep_cupy.engines.gpu.arrays import StreamAddress
 from deepep_cupy.engines.gpu.engine import CudaEngine
 from deepep_cupy.engines.gpu.routing import Addresses, GpuRouting, own_routing
 from deepep_cupy.jax.ffi import Frame
@@ -48,7 +47,6 @@ class GpuMemory:
         self._cupy: ModuleType = cupy
         self._engine = engine
         self._device = engine.device
-        self._streams: dict[int, Any] = {}
         self._copy_rows: Any = cupy.ElementwiseKernel(
             "raw T source, raw int32 ends, int64 last, int64 words",
             "T to",
@@ -72,12 +70,7 @@ class GpuMemory:
     @contextmanager
     def stream(self, frame: Frame) -> Iterator[None]:
         """See ``Memory.stream``."""
-        address = frame.stream()
-        found = self._streams.get(address)
-        if found is None:
-            made = self._cupy.cuda.Stream.from_external(StreamAddress(address))
-            found = self._streams[address] = made
-        with found, self._engine.joined_captures():
+        with self._engine.on(frame.stream()), self._engine.joined_captures():
             yield
 
     def put(self, to: Array, source: Array) -> None:

@@ -1,5 +1,6 @@
 """What of ``Buffer`` can be seen with no second rank, and the waits on a group of pretence."""
 
+import ctypes
 import inspect
 import pydoc
 import re
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import pytest
 import deepep_cupy
 from deepep_cupy import env
 from deepep_cupy.api.lifecycle import _LEGAL, CallLock, Lifecycle, State
+from deepep_cupy.api.values import stream_address
 from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.engines.select import too_large
 from deepep_cupy.errors import ContractError, PeerAbortedError, PeerTimeoutError, StateError
@@ -450,3 +453,36 @@ def test_host_engine_says_what_it_wants(value, words):
     with pytest.raises(ContractError, match=r"dispatch\(\): argument 'x' must be .* rank 1") as e:
         engine.import_array("dispatch", "x", value)
     assert [word for word in words if word not in str(e.value)] == []
+
+
+# ------------------------------------------------------------------------- streams of libraries
+
+
+class Protocol:
+    """As cuda.core's streams."""
+
+    def __cuda_stream__(self):
+        return 0, 77
+
+
+@pytest.mark.parametrize(
+    ("stream", "wanted"),
+    [
+        (0, 0),
+        (np.uint64(1 << 47), 1 << 47),
+        (SimpleNamespace(cuda_stream=5, ptr=6), 5),
+        (SimpleNamespace(ptr=6), 6),
+        (SimpleNamespace(handle=ctypes.c_void_p(9)), 9),
+        (SimpleNamespace(handle=ctypes.c_void_p(0)), 0),
+        (SimpleNamespace(__cuda_stream__=(0, 8)), 8),
+        (Protocol(), 77),
+    ],
+)
+def test_streams_of_other_libraries(stream, wanted):
+    assert stream_address(stream) == wanted
+
+
+@pytest.mark.parametrize("stream", [None, True, -1, 1.0, "0", SimpleNamespace(ptr="x")])
+def test_what_is_no_stream(stream):
+    with pytest.raises(ContractError, match=r"on\(\): argument 'stream' must be a CUDA stream"):
+        stream_address(stream)

@@ -23,7 +23,7 @@ NOT_RUN = {
     "docs/own_kernel.md": "pieces of example 07, which runs",
 }
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_NEEDS_GPU = re.compile(r"\bcupy\.RawModule\(")
+_NEEDS_GPU = re.compile(r"\bcupy\.RawModule\(|import torch|from numba")
 
 RUN = """
 import json, sys, traceback

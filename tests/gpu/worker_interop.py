@@ -37,7 +37,7 @@ def main() -> None:
     trip = RoundTrip(worker, small_case(worker, num_tokens=(64,) * worker.size, dtype="float32"))
     said = []
     with worker.buffer() as buffer:
-        for library in (interface, torch_tensors, jax_arrays):
+        for library in (interface, torch_tensors, torch_streams, numba_arrays, jax_arrays):
             result = library(worker, buffer, trip)
             worker.say(f"{library.__name__}: {result}")
             worker.meet()
@@ -109,6 +109,48 @@ def torch_tensors(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
     want = half.float().cpu().numpy()[tokens]
     assert np.array_equal(received, want), "bfloat16 of torch came out wrong"
     return f"torch {torch.__version__}"
+
+
+def torch_streams(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
+    """A tensor is made late on a side stream, and overwritten there right behind the call."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"no torch ({error})"
+    with torch.cuda.device(worker.device):
+        arrays, side = host_arrays(trip), torch.cuda.Stream()
+        idx = torch.as_tensor(arrays["topk_idx"]).cuda()
+        slow = torch.zeros(1 << 26, device="cuda")
+        right = torch.as_tensor(arrays["x"]).cuda()
+        torch.cuda.synchronize()
+        want = trip.want.dispatched[worker.rank].recv_x
+        for _ in range(20):
+            with torch.cuda.stream(side), buffer.on(side):
+                for _ in range(5):
+                    slow += 1
+                x = right + 0
+                got = buffer.dispatch(x, topk_idx=idx, num_worst_tokens=64 * worker.size)
+                x.zero_()
+                rows = torch.from_dlpack(got.recv_x) + 0
+            side.synchronize()
+            found = rows.cpu().numpy()[: len(want)]
+            assert found.tobytes() == want.tobytes(), "overwritten too early"
+    buffer.check()
+    return "torch on a side stream"
+
+
+def numba_arrays(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
+    """By ``__cuda_array_interface__``, on a stream of Numba."""
+    try:
+        from numba import cuda
+
+        stream = cuda.stream()
+    except Exception as error:  # noqa: BLE001 - not installed, or for another CUDA
+        return f"no numba ({type(error).__name__})"
+    with buffer.on(stream):
+        arrays = {n: cuda.to_device(a, stream=stream) for n, a in host_arrays(trip).items()}
+        round_trip(worker, buffer, trip, arrays)
+    return "numba"
 
 
 def jax_arrays(worker: Worker, buffer: Any, trip: RoundTrip) -> str:

@@ -416,6 +416,14 @@ def swapped_calls(buffer):
     buffer.barrier()
 
 
+def refused_here_or_later(call):
+    """Where the kernel is over when Python looks, its own call raises; else its counts are 0."""
+    try:
+        assert call() == 0
+    except jax.errors.JaxRuntimeError as error:
+        assert "same expert twice" in str(error)
+
+
 @on_gpu
 def found_after_the_program(buffer):
     """Kernels find what is wrong: the program ends, ``check`` raises on every rank, outputs are
@@ -425,7 +433,7 @@ def found_after_the_program(buffer):
     twice = idx.copy()
     if RANK == SIZE - 1:
         twice[3] = 1
-    assert int(step(x, twice)) == 0
+    refused_here_or_later(lambda: int(step(x, twice)))
     with pytest.raises(ContractError, match="same expert twice"):
         ep.check(buffer)
     comm.barrier()
@@ -476,7 +484,7 @@ def refused_in_a_replay(buffer):
     twice = idx.copy()
     if RANK == SIZE - 1:
         twice[3] = 1
-    assert int(step(x, twice)) == 0
+    refused_here_or_later(lambda: int(step(x, twice)))
     with pytest.raises(ContractError, match="same expert twice"):
         ep.check(buffer)
     comm.barrier()

@@ -8,8 +8,8 @@ order, and turns reports into arrays and errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from deepep_cupy import env
 from deepep_cupy.engines.calls import CombineCall, DispatchCall
 from deepep_cupy.engines.gpu import loads as policy
-from deepep_cupy.engines.gpu.arrays import ArrayImporter
+from deepep_cupy.engines.gpu.arrays import ArrayImporter, StreamAddress
 from deepep_cupy.engines.gpu.combine import Combiner
 from deepep_cupy.engines.gpu.cupy_types import DeviceArray, Stream
 from deepep_cupy.engines.gpu.dispatch import Dispatcher
@@ -78,6 +78,7 @@ class CudaEngine:
         self._device: Any = cupy.cuda.Device(gpu.device)
         if choose_device:
             self._device.use()
+        self._external: dict[int, Any] = {}
         self._intake = ArrayImporter(self.device, group.rank)
         self.array_key = self._intake.array_key
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
@@ -164,6 +165,18 @@ class CudaEngine:
         """See ``Engine.capture``."""
         with self._device:
             return self._runtime.point()
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """See ``Engine.on``."""
+        cuda = self._cupy.cuda
+        found = self._external.get(stream)
+        if found is None:
+            known = {0: cuda.Stream.null, 1: cuda.Stream.null, 2: cuda.Stream.ptds}
+            found = known.get(stream) or cuda.Stream.from_external(StreamAddress(stream))
+            self._external[stream] = found
+        with self._device, found:
+            yield
 
     def comm_stream(self) -> Stream:
         """See ``Engine.comm_stream``: a ``cupy.cuda.Stream`` of the highest priority."""

@@ -99,6 +99,11 @@ class GpuRouting:
         host_rows_per_rank: Rows received from each rank, where the host knows them.
     """
 
+    low_latency = False
+    expert_rows = 0
+    recv_src_info: DeviceArray | None = None
+    recv_layout_range: DeviceArray | None = None
+
     def __init__(
         self,
         addresses: Addresses,
@@ -119,10 +124,6 @@ class GpuRouting:
         self.host_rows_per_rank: tuple[int, ...] | None = None
         self.expanded_row: DeviceArray | None = None
         self.num_expanded_rows = 0
-        self.low_latency = False
-        self.expert_rows = 0
-        self.recv_src_info: DeviceArray | None = None
-        self.recv_layout_range: DeviceArray | None = None
         self._arrays = arrays
         self._owner = owner
         self._sources_at = sources_at

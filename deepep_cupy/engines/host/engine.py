@@ -8,6 +8,7 @@ own arrays is the reference's arithmetic. All waits are bounded; see ``ranks/ren
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -156,6 +157,11 @@ class HostEngine:
     def capture(self) -> HostEvent:
         """See ``Engine.capture``: all work is done when its call returns."""
         return HostEvent()
+
+    def on(self, stream: int) -> AbstractContextManager[None]:
+        """See ``Engine.on``: all work is done when its call returns."""
+        del stream
+        return nullcontext()
 
     def comm_stream(self) -> None:
         """See ``Engine.comm_stream``: the host has no streams."""
