@@ -268,6 +268,51 @@ def arrays_at_odd_addresses(comm):
             assert_same_bits("array at an odd address", have, want)
 
 
+class Shown:
+    """An array of another library, which shows it by ``__array__``; that may be a copy."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array.copy()
+
+
+class Lent:
+    """One that lends it by DLPack."""
+
+    def __init__(self, array, device=1):
+        self._array, self._device = array, device
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._device, 0
+
+
+@scenario
+def arrays_of_other_libraries(comm):
+    trip, rank = RoundTrip(comm, 5), comm.rank
+    x, idx = trip.x[rank], trip.idx[rank]
+    with make(comm) as buffer:
+        for kind in (Shown, Lent):
+            given = [kind(each) for each in (x, idx, trip.w[rank])]
+            got = buffer.dispatch(given[0], topk_idx=given[1], topk_weights=given[2])
+            assert_dispatch_equal(got, trip.want[rank], rank=rank)
+            out = np.empty_like(x)
+            taken = kind(out)
+            if kind is Lent:
+                back = buffer.combine(Lent(trip.y[rank]), got.handle, out=taken).combined_x
+                assert back is taken
+                assert_same_bits("out", out, trip.back[rank].combined_x, rank=rank)
+            else:
+                with refused("combine(): argument 'out' must be writable"):
+                    buffer.combine(got.recv_x, got.handle, out=taken)
+        with refused("in memory of a GPU"):
+            buffer.dispatch(Lent(x, device=2), topk_idx=idx)
+
+
 @scenario
 def what_deepep_passes(comm):
     """DeepEP's own call: layout first, then everything by name, then six fields."""

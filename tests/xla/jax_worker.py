@@ -164,6 +164,19 @@ def bits_of_plain_calls(buffer):
         assert not np.asarray(again.topk_weights[real:]).any()
 
 
+@on_cpu
+def arrays_of_jax_in_plain_calls(buffer):
+    """Of every dtype, those that NumPy's own DLPack does not know included."""
+    x, idx, _ = inputs(RANK)
+    for name in ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        with make_buffer(dtype=name) as other:
+            rows = jnp.asarray(x, dtype=name)
+            got = other.dispatch(rows, topk_idx=jnp.asarray(idx)).recv_x
+            wanted = other.dispatch(np.array(rows), topk_idx=idx).recv_x
+            assert got.dtype == wanted.dtype == rows.dtype
+            assert got.tobytes() == wanted.tobytes()
+
+
 @scenario
 def expanded_rows_for_ragged_dot(buffer):
     x, idx, weights = inputs(RANK)

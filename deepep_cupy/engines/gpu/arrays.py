@@ -16,47 +16,22 @@ current stream then.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
+from deepep_cupy.engines.dlpack import OneCapsule, pose_as_integers
 from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, SupportsDLPack
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import dtype_code, dtype_label
 
-__all__ = ["FLOAT8", "ArrayImporter", "StreamAddress", "address", "dtype_code_of", "take_dlpack"]
+__all__ = ["ArrayImporter", "StreamAddress", "address", "dtype_code_of", "take_dlpack"]
 
-_UINT = 1
-FLOAT8 = {
-    7: "float8_e3m4",
-    8: "float8_e4m3",
-    9: "float8_e4m3b11fnuz",
-    10: "float8_e4m3fn",
-    11: "float8_e4m3fnuz",
-    12: "float8_e5m2",
-    13: "float8_e5m2fnuz",
-    14: "float8_e8m0fnu",
-}
-"""DLPack type code → name of the dtype in ml_dtypes."""
-_CODE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
-"""Name of a capsule → where the type code is in what it points to (data pointer, device of two
-ints, number of dimensions, code; before them, in the versioned form, version, context, deleter and
-flags)."""
 _DLPACK_CUDA = (2, 13)
 """DLPack device types: CUDA memory, managed memory."""
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _CONTIGUOUS = "flags.c_contiguous"
-
-_api = ctypes.pythonapi
-_get_name = _api.PyCapsule_GetName
-_get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-_get_pointer = _api.PyCapsule_GetPointer
-_get_pointer.restype = ctypes.c_void_p
-_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def take_dlpack(value: SupportsDLPack) -> DeviceArray:
@@ -71,47 +46,10 @@ def take_dlpack(value: SupportsDLPack) -> DeviceArray:
         capsule = value.__dlpack__(stream=stream, max_version=(1, 0))
     except TypeError:  # a producer from before the versions
         capsule = value.__dlpack__(stream=stream)
-    name = _pose_as_bytes(capsule)
-    given = cupy.from_dlpack(_Capsule(capsule, value.__dlpack_device__()))
-    array: DeviceArray = given if name is None else given.view(_dtype(name))
+    dtype = pose_as_integers(capsule, bfloat16=False)
+    given = cupy.from_dlpack(OneCapsule(capsule, value.__dlpack_device__()))
+    array: DeviceArray = given if dtype is None else given.view(dtype)
     return array
-
-
-def _pose_as_bytes(capsule: object) -> str | None:
-    """Let an FP8 capsule hold bytes; the name of its dtype, or None for any other."""
-    name = _get_name(capsule)
-    if name not in _CODE_AT:
-        return None
-    address = _get_pointer(capsule, name) + _CODE_AT[name]
-    code = ctypes.c_uint8.from_address(address)
-    bits = ctypes.c_uint8.from_address(address + 1)
-    lanes = ctypes.c_uint16.from_address(address + 2)
-    if code.value not in FLOAT8 or bits.value != 8 or lanes.value != 1:
-        return None
-    found = FLOAT8[code.value]
-    code.value = _UINT
-    return found
-
-
-def _dtype(name: str) -> DType:
-    import ml_dtypes
-
-    dtype: DType = np.dtype(getattr(ml_dtypes, name))
-    return dtype
-
-
-class _Capsule:
-    """Hands out a capsule once: what synchronization there was to do has been done."""
-
-    def __init__(self, capsule: object, device: tuple[int, int]) -> None:
-        self._capsule = capsule
-        self._device = device
-
-    def __dlpack__(self, **_: object) -> object:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device
 
 
 class ArrayImporter:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepep_cupy.engines.calls import CombineCall, DispatchCall, Routing
+from deepep_cupy.engines.host.arrays import ArrayImporter
 from deepep_cupy.engines.host.cast import cast
 from deepep_cupy.engines.host.moves import (
     HostRouting,
@@ -103,7 +104,7 @@ class HostEngine:
         spec: BufferSpec,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._group = group
+        self._intake = ArrayImporter(group.rank)
         self._board = board
         self._spec = spec
         self._rendezvous = Rendezvous(group, board, spec.timeout_s)
@@ -121,32 +122,12 @@ class HostEngine:
         return np
 
     def import_array(self, operation: str, argument: str, value: object) -> NDArray[Any]:
-        """See ``Engine.import_array``: NumPy arrays are taken as they are."""
-        where = f"{operation}(): argument '{argument}' must be"
-        if not isinstance(value, np.ndarray):
-            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-            hint = "; cupy.asnumpy() makes one" if kind.startswith("cupy") else ""
-            raise ContractError(
-                f"{where} a NumPy array, because this Buffer runs on the host engine, got {kind} "
-                f"on rank {self._group.rank}{hint}."
-            )
-        if value.dtype.hasobject:
-            raise ContractError(
-                f"{where} an array of plain bytes, got dtype {value.dtype} on rank "
-                f"{self._group.rank}."
-            )
-        if not value.flags.c_contiguous:
-            raise ContractError(
-                f"{where} C-contiguous, got shape {value.shape} with strides {value.strides} on "
-                f"rank {self._group.rank}; numpy.ascontiguousarray() makes it so."
-            )
-        return value.view(np.ndarray)
+        """See ``Engine.import_array``."""
+        return self._intake(operation, argument, value)
 
     def import_scales(self, operation: str, argument: str, value: object) -> NDArray[Any]:
         """See ``Engine.import_scales``."""
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return value.view(np.ndarray)
-        return self.import_array(operation, argument, value)
+        return self._intake(operation, argument, value, strided=True)
 
     def array_key(self, value: object, strided: bool) -> tuple[Any, ...] | None:
         """See ``Engine.array_key``."""
