@@ -192,7 +192,9 @@ class Bench:
         copies = max(1, min(shape.num_topk, self.num_experts // ranks.size))
         modes = tuple(modes)
         parts = 5 + 2 * copies * any(mode.expanded for mode in modes)
-        parts += sum(kept_rows(mode, tokens, copies) for mode in modes if mode.capturable)
+        parts += sum(
+            kept_rows(mode, tokens, copies, ranks.size) for mode in modes if mode.capturable
+        )
         pool = Buffer.size_hint(num_ranks=ranks.size, **sizes) + parts * worst + _ROOM
         self.buffer = Buffer(
             ranks.comm,
@@ -229,16 +231,21 @@ class Bench:
 
 
 def graph_calls(mode: Mode, num_tokens: int) -> int:
-    """Calls in the graph of a mode: a graph keeps the rows between dispatch and combine."""
-    return 5 if mode.operation == "roundtrip" and num_tokens > 256 else 20
+    """Calls in the graph of a mode: a graph keeps what its combines return, and the rows between
+    dispatch and combine."""
+    return 5 if mode.operation != "dispatch" and num_tokens > 256 else 20
 
 
-def kept_rows(mode: Mode, num_tokens: int, copies: int) -> int:
-    """What the graph of a mode keeps in the pool, in received rows at their worst."""
+def kept_rows(mode: Mode, num_tokens: int, copies: int, num_ranks: int) -> int:
+    """What the graph of a mode keeps in the pool, in received rows at their worst: those of R T
+    tokens."""
+    calls = graph_calls(mode, num_tokens)
     if mode.operation == "roundtrip":
-        return graph_calls(mode, num_tokens)
-    if mode.operation == "combine":
-        return 1 + mode.expanded
+        return calls
+    if mode.operation == "combine":  # results, staged rows, sums of copies
+        return (
+            -(-calls // num_ranks) + 1 + mode.expanded * (copies if mode.base == "outside" else 1)
+        )
     return 1 + copies * mode.expanded
 
 

@@ -138,6 +138,9 @@ cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
 cp.async.bulk.global.shared::cta.bulk_group
     One thread starts a copy from shared to global memory, a peer's included, by way of L2; it
     is done only after a wait for its group.
+cp.async.bulk.prefetch.L2.global
+    A hint that one thread gives: bytes which will be read soon come to L2 meanwhile; no value
+    depends on it, and it orders nothing.
 cp.async.bulk.commit_group
     Closes this thread's group of bulk stores, for the waits that follow; orders and waits for
     nothing.

@@ -77,6 +77,11 @@ DEVICE void bulk_store(void* global, const void* shared, u32 bytes) {
                  "r"(shared_address(shared)), "r"(bytes)
                  : "memory");
 }
+// A hint: these bytes will be read soon, and may wait in L2.
+DEVICE void bulk_prefetch(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes)
+                 : "memory");
+}
 // Closes this thread's group of bulk stores.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's groups still read shared memory.

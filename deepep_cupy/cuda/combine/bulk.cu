@@ -69,6 +69,11 @@ DEVICE u32 unit_bytes(const CombineCommon& d, const Unit& unit) {
     return rest < kCombinePieceBytes ? rest : kCombinePieceBytes;
 }
 
+// Where a unit begins in arrays [T, H].
+DEVICE u64 unit_offset(const CombineCommon& d, const Unit& unit) {
+    return static_cast<u64>(unit.token) * d.row_bytes + unit.piece * kCombinePieceBytes;
+}
+
 // The piece of a token's row whose warp adds up the token's weights. Where a turn is a whole number
 // of rows each warp stays at one piece; so that not the warps of one piece fetch all weights, they
 // take turns.
@@ -78,7 +83,9 @@ DEVICE u32 weights_piece(const UnitSteps& steps, u32 token) {
 
 // ---- loads ----
 
-// Starts the loads of a unit: lane r the one from rank r. All lanes call it.
+// Starts the loads of a unit: lane r the one from rank r; biases are called to L2, from where
+// add_unit() reads them. All lanes call it.
+template <bool kBias>
 DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
                         u32 set) {
     u32 warp = warp_index();
@@ -95,6 +102,10 @@ DEVICE void start_loads(const CommParams& c, const CombineCommon& d, Shared& s, 
                   rows_of_rank(c, s.comm, d, rank) + static_cast<u64>(unit.row) * d.row_bytes +
                       unit.piece * kCombinePieceBytes,
                   bytes, &s.loaded[warp][set]);
+    }
+    if (kBias && lane_index() == 0) {
+        bulk_prefetch(d.bias[0] + unit_offset(d, unit), bytes);
+        if (d.bias[1] != nullptr) bulk_prefetch(d.bias[1] + unit_offset(d, unit), bytes);
     }
 }
 
@@ -122,9 +133,10 @@ DEVICE void add_term(PieceSum<Number>& sum, u32 words, bool first, const Source&
     }
 }
 
-struct BiasSource {
-    const u8* piece;
-    DEVICE_METHOD Vec16 read(u32 word) const { return read_local(piece + word * 16u); }
+// Words that were fetched before: lane l has the words 32 i + l.
+struct FetchedSource {
+    const Vec16* fetched;
+    DEVICE_METHOD Vec16 read(u32 word) const { return fetched[word / 32u]; }
 };
 struct SlotSource {
     const u8* slot;
@@ -147,20 +159,28 @@ DEVICE void store_sum(const CombineCommon& d, u64 offset, u32 words, bool empty,
 
 // Adds up one unit: biases in order, then ranks in ascending order. Returns false when a load
 // did not come.
-template <class Number>
+template <class Number, bool kBias>
 DEVICE bool add_unit(const CommParams& c, const CombineCommon& d, Shared& s, const Unit& unit,
                      u32 set, u32& phases) {
     u32 warp = warp_index();
     u32 words = unit_bytes(d, unit) / 16u;
-    u64 offset =
-        static_cast<u64>(unit.token) * d.row_bytes + unit.piece * kCombinePieceBytes;
+    u64 offset = unit_offset(d, unit);
     PieceSum<Number> sum;
     bool first = true;
-    NO_UNROLL
-    for (int bias = 0; bias < 2; ++bias) {
-        if (d.bias[bias] == nullptr) continue;
-        add_term<Number>(sum, words, first, BiasSource{d.bias[bias] + offset});
-        first = false;
+    if constexpr (kBias) {
+        NO_UNROLL
+        for (int bias = 0; bias < 2; ++bias) {
+            if (d.bias[bias] == nullptr) continue;
+            // All of a lane's words first, so that they come together.
+            Vec16 fetched[kLaneWords];
+            UNROLL
+            for (int i = 0; i < kLaneWords; ++i) {
+                u32 word = 32u * i + lane_index();
+                if (word < words) fetched[i] = read_local(d.bias[bias] + offset + word * 16u);
+            }
+            add_term<Number>(sum, words, first, FetchedSource{fetched});
+            first = false;
+        }
     }
     u32 ranks = warp_ballot(unit.row != ~0u);
     if (ranks != 0u) {
@@ -204,14 +224,23 @@ struct AddUnits {
 
     template <class Number>
     DEVICE_METHOD void run() const {
+        if (d.bias[0] != nullptr) {
+            units<Number, true>();
+        } else {
+            units<Number, false>();
+        }
+    }
+
+    template <class Number, bool kBias>
+    DEVICE_METHOD void units() const {
         // The peers wrote their rows with ordinary stores, which this block acquired with their
         // headers; this orders the engine's loads behind that.
         fence_proxy_async_global();  // PLANT(proxy_fence_before_loads)
         const UnitSteps& steps = start.steps;
         Unit unit = start.first;
         Unit next = start.second;
-        start_loads(c, d, s, unit, 0);
-        start_loads(c, d, s, next, 1);
+        start_loads<kBias>(c, d, s, unit, 0);
+        start_loads<kBias>(c, d, s, next, 1);
         u32 phases = 0;
         for (u32 set = 0; unit.token < d.num_tokens; set ^= 1u) {
             // The row numbers of the unit after next arrive while this one is being added.
@@ -219,8 +248,8 @@ struct AddUnits {
             if (d.has_weights != 0u && unit.piece == weights_piece(steps, unit.token)) {
                 combine_weights(c, s.comm, d, unit.token, unit.row);
             }
-            if (!add_unit<Number>(c, d, s, unit, set, phases)) return;
-            start_loads(c, d, s, later, set);
+            if (!add_unit<Number, kBias>(c, d, s, unit, set, phases)) return;
+            start_loads<kBias>(c, d, s, later, set);
             unit = next;
             next = later;
         }
