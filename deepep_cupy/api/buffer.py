@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from deepep_cupy import log
 from deepep_cupy._version import __version__
 from deepep_cupy.api.advice import suggest_keywords
-from deepep_cupy.api.call_cache import CallCache
+from deepep_cupy.api.call_cache import CallCache, ForeignArrays
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import BufferArguments, Config, agree
 from deepep_cupy.api.events import EventOverlap
@@ -168,6 +168,9 @@ class Buffer(LowLatencyMethods):
             self._engine.array_key,
             self.num_max_tokens_per_rank,
             self._spec.low_latency_tokens,
+            ForeignArrays(
+                self._engine.array_key, self._engine.import_array, self._engine.import_scales
+            ),
         )
         self._num_sms: int | None = None
         inside = _call_lock(self._engine.name)

@@ -2,8 +2,9 @@
 
 Alike calls differ in nothing but the contents of their arrays and how many rows these have. They
 are checked once; the plan that came of it is found again by its key: shapes without the number of
-rows, dtypes, and all other arguments with their types (``True`` is not 1). Calls without a key are
-checked each time: those that fail, and those with arrays of other libraries.
+rows, dtypes, and all other arguments with their types (``True`` is not 1). Arrays of other
+libraries are taken as the engine's first, and then looked at like these. Calls without a key are
+checked each time: those that fail, and those with ``dest``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from deepep_cupy.api.arguments import ImportArray
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.handle import DispatchHandle
 from deepep_cupy.engines.calls import (
@@ -26,11 +28,13 @@ from deepep_cupy.engines.calls import (
     imported,
     listed,
 )
+from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import Layout
 
 __all__ = [
     "ArrayKey",
     "CallCache",
+    "ForeignArrays",
     "Key",
     "PlanCache",
     "by_row",
@@ -45,8 +49,15 @@ ArrayKey: TypeAlias = Callable[[object, bool], Seen | None]
 """``Engine.array_key``."""
 Key: TypeAlias = tuple[Any, ...]
 P = TypeVar("P", bound=CallPlan)
+A = TypeVar("A", DispatchArguments, CombineArguments)
 
 _MASK = Layout.MASK
+_NO_ARRAYS = "handle", "previous_event", "options", "dest"
+_DISPATCHED, _COMBINED = (
+    tuple((at, name) for at, name in enumerate(kind._fields) if name not in _NO_ARRAYS)
+    for kind in (DispatchArguments, CombineArguments)
+)
+"""Numbers and names of arguments that may be arrays."""
 _MOST_PLANS = 160
 
 
@@ -167,6 +178,60 @@ def whole(arrays: tuple[object, ...], array_key: ArrayKey) -> Key | None:
     return tuple(parts)
 
 
+class ForeignArrays:
+    """Takes arrays of other libraries as the engine's, before anything is asked of them.
+
+    Args:
+        array_key: ``Engine.array_key``.
+        import_array: ``Engine.import_array``.
+        import_scales: ``Engine.import_scales``.
+    """
+
+    def __init__(
+        self, array_key: ArrayKey, import_array: ImportArray, import_scales: ImportArray
+    ) -> None:
+        self._array_key = array_key
+        self._import_array, self._import_scales = import_array, import_scales
+
+    def taken(self, operation: str, given: A, fields: tuple[tuple[int, str], ...]) -> A:
+        """The arguments with arrays of the engine, as far as these can be had; ``given`` itself
+        where nothing changes. What cannot be taken stays: the checks say why.
+
+        Args:
+            operation: ``dispatch`` or ``combine``.
+            given: The arguments.
+            fields: Numbers and names of those that may be arrays.
+        """
+        arguments: list[Any] | None = None
+        for at, name in fields:
+            value = given[at]
+            if value is None:
+                continue
+            took: object
+            if type(value) is tuple or type(value) is list:
+                pair = name == "x"  # rows and their scales
+                each = [self._one(operation, name, v, pair and n == 1) for n, v in enumerate(value)]
+                same = all(one is other for one, other in zip(each, value, strict=True))
+                took = value if same else type(value)(each)
+            else:
+                took = self._one(operation, name, value, False)
+            if took is not value:
+                arguments = arguments or list(given)
+                arguments[at] = took
+        return given if arguments is None else type(given)(*arguments)
+
+    def _one(self, operation: str, name: str, value: object, strided: bool) -> object:
+        kind = type(value)
+        if not (hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")):
+            return value
+        if self._array_key(value, strided) is not None:
+            return value
+        try:
+            return (self._import_scales if strided else self._import_array)(operation, name, value)
+        except ContractError:
+            return value
+
+
 class PlanCache(Generic[P]):
     """Plans of calls that were found to be right."""
 
@@ -214,6 +279,7 @@ class CallCache:
         array_key: ``Engine.array_key``.
         most_tokens: M of the Buffer.
         most_low_latency: M' of the Buffer.
+        foreign: Takes arrays of other libraries.
     """
 
     def __init__(
@@ -222,7 +288,9 @@ class CallCache:
         array_key: ArrayKey,
         most_tokens: int,
         most_low_latency: int = 0,
+        foreign: ForeignArrays | None = None,
     ) -> None:
+        self._foreign = foreign
         self._checker = checker
         self._array_key = array_key
         self._most_tokens = most_tokens
@@ -237,14 +305,20 @@ class CallCache:
             ContractError: An argument is wrong. Carries a refusal.
         """
         key = dispatch_key(given, self._array_key, self._most_tokens, self._most_low_latency)
+        taken = given
+        if key is None and self._foreign is not None and given.dest is None:
+            taken = self._foreign.taken("dispatch", given, _DISPATCHED)
+            if taken is not given:
+                sizes = self._most_tokens, self._most_low_latency
+                key = dispatch_key(taken, self._array_key, *sizes)
         plan = self._dispatches.find(key)
+        checked = taken
         if plan is None:
-            checked, plan = self._checker.dispatch(given)
+            checked, plan = self._checker.dispatch(taken)
             self._dispatches.keep(key, plan)
-            call = plan.call(checked)
+        call = plan.call(checked)
+        if checked is not given:
             call.kept = imported(given, checked)
-        else:
-            call = plan.call(given)
         return call, plan.signed(given.handle, len(call.x))
 
     def combine(self, given: CombineArguments) -> CombineCall:
@@ -254,11 +328,17 @@ class CallCache:
             ContractError: An argument is wrong. Carries a refusal.
         """
         key = combine_key(given, self._array_key)
+        taken = given
+        if key is None and self._foreign is not None:
+            taken = self._foreign.taken("combine", given, _COMBINED)
+            if taken is not given:
+                key = combine_key(taken, self._array_key)
         plan = self._combines.find(key)
+        checked = taken
         if plan is None:
-            checked, plan = self._checker.combine(given)
+            checked, plan = self._checker.combine(taken)
             self._combines.keep(key, plan)
-            call = plan.call(checked)
+        call = plan.call(checked)
+        if checked is not given:
             call.kept = imported(given, checked)
-            return call
-        return plan.call(given)
+        return call

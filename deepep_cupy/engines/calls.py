@@ -541,12 +541,16 @@ def imported(given: tuple[object, ...], checked: tuple[object, ...]) -> tuple[ob
         given: Arguments of a call, as the user passed them.
         checked: The same arguments with the engine's arrays.
     """
-    return tuple(
-        (one, other)
-        for ones, others in zip(given, checked, strict=True)
-        for one, other in zip(_each(ones), _each(others), strict=False)
-        if other is not None and one is not other
-    )
+    pairs: list[tuple[object, object]] = []
+    for ones, others in zip(given, checked, strict=True):
+        if ones is others:
+            continue
+        if isinstance(ones, tuple | list) or isinstance(others, tuple | list):
+            each = zip(_each(ones), _each(others), strict=False)
+            pairs += [(one, other) for one, other in each if other is not None and one is not other]
+        elif others is not None:
+            pairs.append((ones, others))
+    return tuple(pairs)
 
 
 def _each(argument: object) -> tuple[object, ...]:

@@ -42,21 +42,21 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 def pose_as_integers(capsule: object, *, bfloat16: bool) -> np.dtype[Any] | None:
     """Change an FP8 capsule to bytes and, where ``bfloat16`` says so, one of that dtype to 16-bit
     words; return its dtype, or None for any other."""
-    import ml_dtypes
-
     name = _get_name(capsule)
     if name not in _CODE_AT:
         return None
     address = _get_pointer(capsule, name) + _CODE_AT[name]
-    code = ctypes.c_uint8.from_address(address)
-    bits = ctypes.c_uint8.from_address(address + 1)
-    lanes = ctypes.c_uint16.from_address(address + 2)
-    found = FLOAT8.get(code.value) if bits.value == 8 else None
-    if bfloat16 and (code.value, bits.value) == (_BFLOAT, 16):
+    found = None
+    kind = ctypes.c_uint32.from_address(address).value  # a byte of code, one of bits, two of lanes
+    if kind >> 8 == 1 << 8 | 8:
+        found = FLOAT8.get(kind & 0xFF)
+    elif bfloat16 and kind == 1 << 16 | 16 << 8 | _BFLOAT:
         found = "bfloat16"
-    if found is None or lanes.value != 1:
+    if found is None:
         return None
-    code.value = _UINT
+    import ml_dtypes
+
+    ctypes.c_uint8.from_address(address).value = _UINT
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, found))
     return dtype
 

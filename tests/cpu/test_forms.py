@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepep_cupy.api import call_cache
-from deepep_cupy.api.call_cache import CallCache
+from deepep_cupy.api.call_cache import CallCache, ForeignArrays
 from deepep_cupy.api.checks import Checker
 from deepep_cupy.api.config import Config
 from deepep_cupy.api.events import EventOverlap
@@ -39,6 +39,9 @@ class Foreign:
 
     def __init__(self, array):
         self.array = array
+
+    def __dlpack__(self):
+        raise AssertionError("the engine's import knows it")
 
 
 def import_array(operation, argument, value):
@@ -71,7 +74,9 @@ def cache(look=None):
         low_latency_tokens=LOW,
     )
     checker = Checker(spec, 7, import_array, ALL_MODES, import_scales)
-    return always_checked(checker, M) if look is None else CallCache(checker, look, M, LOW)
+    if look is None:
+        return always_checked(checker, M)
+    return CallCache(checker, look, M, LOW, ForeignArrays(look, import_array, import_scales))
 
 
 def handle(tokens=4, rows=5, *, topk=K, expanded=False, alignment=1, buffer=7, low=False):
@@ -329,6 +334,31 @@ def test_a_call_carries_what_the_engine_did_not_take_as_it_is():
     for given in (bias, list(bias)):
         done = made.combine(CombineArguments(zeros(5, H), HANDLES[1], bias=given))
         assert done.kept == ((bias[1], bias[1].array),)
+
+
+def test_arrays_of_other_libraries_have_the_plan_of_the_engines(monkeypatch):
+    made = cache(array_key)
+    x, idx, weights = zeros(4, H), zeros(4, K, dtype=np.int64), zeros(4, K)
+    own, _ = made.dispatch(DispatchArguments(x, topk_idx=idx, topk_weights=weights))
+    rows, bias, out = zeros(5, H), [zeros(4, H), zeros(4, H)], zeros(4, H)
+    back = made.combine(CombineArguments(rows, HANDLES[1], bias=bias, out=out))
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_checker", None)
+        others = Foreign(x), Foreign(idx), Foreign(weights)
+        given = DispatchArguments(others[0], topk_idx=others[1], topk_weights=others[2])
+        call, _ = made.dispatch(given)
+        assert call.plan is own.plan
+        assert call.x is x
+        assert call.topk_idx is idx
+        assert call.topk_weights is weights
+        assert call.kept == tuple((each, each.array) for each in others)
+        others = Foreign(rows), Foreign(bias[1]), Foreign(out)
+        given = CombineArguments(others[0], HANDLES[1], bias=[bias[0], others[1]], out=others[2])
+        call = made.combine(given)
+        assert call.plan is back.plan
+        assert call.kept == tuple((each, each.array) for each in others)
+    with pytest.raises(ContractError, match=r"argument 'topk_weights' must be an array"):
+        made.dispatch(DispatchArguments(Foreign(x), topk_idx=idx, topk_weights=weights[::2]))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])

@@ -1,5 +1,6 @@
 """What the importer of the GPU engine takes, on a module that stands where CuPy is imported."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -68,3 +69,72 @@ def test_bytes_and_nothing_may_lie_anywhere(importer):
         DeviceArray(BASE + 1, (0, 2), np.int64),
     ):
         assert importer("dispatch", "x", array) is array
+
+
+class Tensor:
+    """What the importer asks a tensor of PyTorch."""
+
+    def __init__(self, shape=(4, 2), dtype="float32", **changes):
+        self.shape, self.dtype, self.layout, self.is_cuda = shape, f"torch.{dtype}", "strided", True
+        self.requires_grad, self.negative, self.contiguous, self.at = False, False, True, 0
+        self.nbytes = int(np.prod(shape)) * 4
+        vars(self).update(changes)
+
+    def get_device(self):
+        return self.at
+
+    def is_neg(self):
+        return self.negative
+
+    def is_contiguous(self):
+        return self.contiguous
+
+    def data_ptr(self):
+        return BASE
+
+    def __dlpack_device__(self):
+        return (2, self.at)
+
+    def __dlpack__(self, **options):
+        raise BufferError("by way of DLPack")
+
+
+def test_tensors_of_pytorch_are_looked_at_directly(monkeypatch):
+    from deepep_cupy.engines.gpu.arrays import ArrayImporter
+
+    owners, streams = [], {"torch": 7, "cupy": 7}
+
+    def memory(address, nbytes, owner, device):
+        owners.append((nbytes, owner, device))
+        return address
+
+    class Array(DeviceArray):
+        def __init__(self, shape, dtype, pointer):
+            super().__init__(pointer, shape, dtype)
+
+    cuda = SimpleNamespace(
+        UnownedMemory=memory,
+        MemoryPointer=lambda address, offset: address + offset,
+        get_current_stream=lambda: SimpleNamespace(ptr=streams["cupy"]),
+        runtime=SimpleNamespace(streamIsCapturing=lambda stream: False),
+        Device=lambda number: contextlib.nullcontext(),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array, cuda=cuda))
+    names = {name: f"torch.{name}" for name in ("float32", "bfloat16", "int64")}
+    core = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: streams["torch"])
+    torch = SimpleNamespace(Tensor=Tensor, strided="strided", _C=core, **names)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    importer = ArrayImporter(0, 1)
+    for name in names:
+        tensor = Tensor(dtype=name)
+        array = importer("dispatch", "x", tensor)
+        assert (array.shape, array.dtype.name, array.data.ptr) == ((4, 2), name, BASE)
+        assert owners.pop() == (32, tensor, 0)
+    for other in ({"requires_grad": True}, {"negative": True}, {"contiguous": False}, {"at": 1},
+                  {"layout": "sparse"}, {"dtype": "complex64"}, {"nbytes": 0}):  # fmt: skip
+        with pytest.raises(ContractError, match="by way of DLPack"):
+            importer("dispatch", "x", Tensor(**other))
+    streams["torch"] = 8
+    with pytest.raises(ContractError, match="by way of DLPack"):
+        importer("dispatch", "x", Tensor())
+    assert not owners

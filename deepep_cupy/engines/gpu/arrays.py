@@ -5,6 +5,7 @@ given                           taken
 ==============================  ========================================================
 ``cupy.ndarray``                as it is
 ``__dlpack__`` (JAX, torch, …)  through DLPack: the producer's stream is waited for on the device
+tensors of PyTorch              as they lie, where its stream is the current one
 ``__cuda_array_interface__``    likewise, from the ``stream`` it names
 NumPy arrays, lists, …          refused
 ==============================  ========================================================
@@ -23,6 +24,7 @@ from typing import Any
 
 from deepep_cupy.engines.dlpack import OneCapsule, pose_as_integers
 from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType, SupportsDLPack
+from deepep_cupy.engines.gpu.torch_tensors import TensorReader
 from deepep_cupy.errors import ContractError
 from deepep_cupy.protocol.headers import dtype_code, dtype_label
 
@@ -34,8 +36,13 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _CONTIGUOUS = "flags.c_contiguous"
 
 
-def take_dlpack(value: SupportsDLPack) -> DeviceArray:
-    """A CuPy array over the memory of ``value``, ready on the current stream of the device."""
+def take_dlpack(value: SupportsDLPack, device: tuple[int, int]) -> DeviceArray:
+    """A CuPy array over the memory of ``value``, ready on the current stream of the device.
+
+    Args:
+        value: The array.
+        device: Its ``__dlpack_device__()``.
+    """
     import cupy
 
     current = cupy.cuda.get_current_stream()
@@ -47,7 +54,7 @@ def take_dlpack(value: SupportsDLPack) -> DeviceArray:
     except TypeError:  # a producer from before the versions
         capsule = value.__dlpack__(stream=stream)
     dtype = pose_as_integers(capsule, bfloat16=False)
-    given = cupy.from_dlpack(OneCapsule(capsule, value.__dlpack_device__()))
+    given = cupy.from_dlpack(OneCapsule(capsule, device))
     array: DeviceArray = given if dtype is None else given.view(dtype)
     return array
 
@@ -67,6 +74,7 @@ class ArrayImporter:
         self._array: type[DeviceArray] = cupy.ndarray
         self._device = device
         self._rank = rank
+        self._tensors = TensorReader(cupy, device)
         # CuPy makes an object of its flags for every question, which takes longer than the rest.
         contiguous = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else _CONTIGUOUS
         self._look: Callable[[object], tuple[Any, ...]] = attrgetter(
@@ -138,27 +146,30 @@ class ArrayImporter:
         return array
 
     def _foreign(self, operation: str, argument: str, value: Any) -> DeviceArray:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         wanted = "a CuPy array or a GPU array with DLPack or __cuda_array_interface__"
         try:
+            tensor = self._tensors.read(value)
+            if tensor is not None:
+                return tensor
             if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-                if int(value.__dlpack_device__()[0]) not in _DLPACK_CUDA:
-                    on_host = f"{kind} in host memory; cupy.asarray() copies it"
+                device = value.__dlpack_device__()
+                if int(device[0]) not in _DLPACK_CUDA:
+                    on_host = f"{_kind(value)} in host memory; cupy.asarray() copies it"
                     raise self._refused(operation, argument, f"{wanted}, got {on_host}")  # noqa: TRY301
                 with self._cupy.cuda.Device(self._device):
-                    return take_dlpack(value)
+                    return take_dlpack(value, device)
             if hasattr(value, "__cuda_array_interface__"):
                 return self._from_interface(value)
         except ContractError:
             raise
         except Exception as error:
             raise self._refused(
-                operation, argument, f"{wanted}, got {kind}, which cannot be taken: {error}"
+                operation, argument, f"{wanted}, got {_kind(value)}, which cannot be taken: {error}"
             ) from error
         raise self._refused(
             operation,
             argument,
-            f"{wanted}, because this Buffer runs on the cuda engine, got {kind}",
+            f"{wanted}, because this Buffer runs on the cuda engine, got {_kind(value)}",
         )
 
     def _from_interface(self, value: Any) -> DeviceArray:
@@ -180,6 +191,10 @@ class ArrayImporter:
         return ContractError(
             f"{operation}(): argument '{argument}' must be {complaint}, on rank {self._rank}."
         )
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _is_of_words(array: DeviceArray) -> bool:
