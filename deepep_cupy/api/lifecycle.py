@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from deepep_cupy.api.hooks import Hook, OpenCalls
 from deepep_cupy.engines.protocol import Engine
@@ -26,6 +28,8 @@ from deepep_cupy.ranks.group import Group, LinkError
 __all__ = ["CallLock", "Lifecycle", "State"]
 
 D = TypeVar("D")
+Holder: TypeAlias = tuple[int, FrameType]
+"""A call: its thread, as ``threading.get_ident`` says, and its frame."""
 
 
 class State(Enum):
@@ -46,8 +50,7 @@ _LEGAL = {
 
 
 class CallLock:
-    """Held by the thread that is in a collective call of a Buffer. It never waits: a thread that
-    comes meanwhile is refused.
+    """Held by the call of a Buffer that is under way. It never waits: who comes then is refused.
 
     Calls of different Buffers must come in one order on all ranks. Calls of two threads at once
     have none, so that here at most one thread of the process is in a call of any Buffer; but where
@@ -58,11 +61,11 @@ class CallLock:
         only_thread: The one thread that may call, as ``threading.get_ident`` says; None: any.
     """
 
-    _process = threading.Lock()
+    _process: ClassVar[Holding]
 
     def __init__(self, *, side_by_side: bool = False, only_thread: int | None = None) -> None:
-        self._own = threading.Lock()
-        self._others = threading.Lock() if side_by_side else CallLock._process
+        self._own = Holding()
+        self._others = Holding() if side_by_side else CallLock._process
         self._only_thread = only_thread
         self.side_by_side = side_by_side
 
@@ -72,22 +75,65 @@ class CallLock:
         return self._only_thread is not None and threading.get_ident() != self._only_thread
 
     def locked(self) -> bool:
-        """Whether a thread is in a call of this Buffer."""
+        """Whether a call of this Buffer is under way."""
         return self._own.locked()
 
-    def acquire(self, blocking: bool = False) -> bool:  # noqa: ARG002  as ``threading.Lock`` has it
-        """Take it, where no other thread is in the way; whether that was so."""
-        if self.forbidden or not self._own.acquire(False):
+    def acquire(self, me: Holder) -> bool:
+        """Take it, where no other call is in the way; whether that was so."""
+        if self.forbidden or not self._own.take(me):
             return False
-        if self._others.acquire(False):
+        if self._others.take(me):
             return True
-        self._own.release()
+        self._own.give_back(me)
         return False
 
-    def release(self) -> None:
-        """Give it back."""
-        self._others.release()
-        self._own.release()
+    def release(self, me: Holder) -> None:
+        """Give back what ``me`` holds, if it holds anything."""
+        self._others.give_back(me)
+        self._own.give_back(me)
+
+
+class Holding:
+    """Who holds a lock.
+
+    An exception from outside, such as Ctrl-C, may come at any moment: after the lock was taken and
+    before its holder knows, or on the way to giving it back. So each step is one operation of a
+    dictionary, and what a call of this thread has left that is not running any more, the next one
+    takes over.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Holder] = {}
+
+    def locked(self) -> bool:
+        """Whether anybody holds it."""
+        return "lock" in self._held
+
+    def take(self, me: Holder) -> bool:
+        """Hold it; False where somebody else does."""
+        found = self._held.setdefault("lock", me)
+        if found is me:
+            return True
+        if found[0] != me[0] or _is_running(found[1]):
+            return False
+        self._held["lock"] = me
+        return True
+
+    def give_back(self, me: Holder) -> None:
+        """Hold it no longer, where ``me`` does."""
+        if self._held.get("lock") is me:
+            self._held.pop("lock", None)
+
+
+CallLock._process = Holding()
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether a call of this thread is under way."""
+    here: FrameType | None = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 class Lifecycle:
@@ -130,9 +176,14 @@ class Lifecycle:
         self.must_not_be_closed("reset")
         if self._group.over:
             raise self._too_late("reset")
-        with self._alone("reset"), self.failures("reset"):
-            self.sent.drop("reset")
-            self._engine.reset()
+        me = threading.get_ident(), sys._getframe()
+        try:
+            self._enter("reset", me)
+            with self.failures("reset"):
+                self.sent.drop("reset")
+                self._engine.reset()
+        finally:
+            self.inside.release(me)
         self._guard.doomed = False
         if self.state is State.POISONED:
             self._become(State.OPEN)
@@ -145,7 +196,9 @@ class Lifecycle:
             self._become(State.CLOSED)
             self._guard.end()
             raise self._too_late("close")
-        with self._alone("close"):
+        me = threading.get_ident(), sys._getframe()
+        try:
+            self._enter("close", me)
             self._become(State.CLOSED)
             self.sent.drop("close")
             try:
@@ -153,6 +206,8 @@ class Lifecycle:
             except BaseException as error:
                 self._abandon(error)
                 raise
+        finally:
+            self.inside.release(me)
         self._board.free()
         self._group.free()
         self._guard.end()
@@ -185,9 +240,9 @@ class Lifecycle:
         """
         if self.state is not _OPEN:
             self.must_be_open(name)
-        if not self.inside.acquire(False):
-            raise self._occupied(name, poisons=True)
+        me = threading.get_ident(), sys._getframe()
         try:
+            self._enter(name, me, poisons=True)
             if len(self.sent):
                 self._refuse_while_open(name, kind, sends=sends)
             return work(*given)
@@ -197,7 +252,7 @@ class Lifecycle:
                     self._engine.refuse(kind, error.refusal)
                 raise
         finally:
-            self.inside.release()
+            self.inside.release(me)
 
     def _refuse_while_open(self, name: str, kind: Kind, *, sends: bool) -> None:
         """Refuse what may not come between sending and receiving; all ranks learn it."""
@@ -222,9 +277,14 @@ class Lifecycle:
         """See ``Hook.__call__``."""
         if hook.gone is None:
             self.must_be_open(hook.name)
-        with self._alone(hook.name), self.failures(hook.name):
-            self.sent.take(hook)
-            hook.receive()
+        me = threading.get_ident(), sys._getframe()
+        try:
+            self._enter(hook.name, me)
+            with self.failures(hook.name):
+                self.sent.take(hook)
+                hook.receive()
+        finally:
+            self.inside.release(me)
 
     # ------------------------------------------------------------------------------------ states
 
@@ -256,15 +316,10 @@ class Lifecycle:
             f"cannot meet any more; close Buffers before MPI.Finalize() (end the 'with' first)."
         )
 
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _enter(self, name: str, me: Holder, *, poisons: bool = False) -> None:
         """Keep other threads out: other ranks cannot know which of two calls comes first."""
-        if not self.inside.acquire(blocking=False):
-            raise self._occupied(name)
-        try:
-            yield
-        finally:
-            self.inside.release()
+        if not self.inside.acquire(me):
+            raise self._occupied(name, poisons=poisons)
 
     def _occupied(self, name: str, *, poisons: bool = False) -> StateError:
         """Why this thread may not call now.

@@ -101,7 +101,10 @@ class Rendezvous:
         self.board = board
         self.timeout_s = timeout_s
         self._serial = 0
-        self._barrier: Request | None = None
+        """Of the newest meeting that this rank has passed."""
+        self._barrier: tuple[int, Request] | None = None
+        """A meeting that has been started: its serial, and MPI's part."""
+        self._starting = False
         self._exchanged: list[NDArray[Any]] = []
         """What MPI may still read and write for an exchange."""
 
@@ -173,28 +176,33 @@ class Rendezvous:
             PeerAbortedError: A rank has left for ever.
         """
         if self._barrier is None:
-            self._serial += 1
-            self.board.arrive(self._serial)
-            self._barrier = self.group.ibarrier()
+            if self._starting:  # an interrupt came before the note of what MPI may have started
+                raise self.lose_for_ever(operation, "an interrupt as it began to meet the others")
+            serial = self._serial + 1
+            self.board.arrive(serial)
+            self._starting = True
+            self._barrier = serial, self.group.ibarrier()
         expired, rounds = 0, 0
         deadline = time.monotonic() + self.timeout_s
-        while not self._met(operation):
+        while not self._met(operation, *self._barrier):
             self.watch(operation, RankState.LEFT)
             expired += time.monotonic() > deadline
             if expired > _LAST_CHANCES:
-                late = self.board.not_arrived(self._serial)
+                late = self.board.not_arrived(self._barrier[0])
                 raise self.give_up(operation, "", late)
             if hurry is not None:
                 hurry()
             poll(rounds)
             rounds += 1
+        self._serial = self._barrier[0]
+        self._starting = False
         self._barrier = None
 
-    def _met(self, operation: str) -> bool:
+    def _met(self, operation: str, serial: int, barrier: Request) -> bool:
         try:
-            return self._barrier is None or self._barrier.test()
+            return barrier.test()
         except LinkError as error:
-            late = self.board.not_arrived(self._serial)
+            late = self.board.not_arrived(serial)
             raise self._lost(operation, late[0] if late else -1, error) from error
 
     def exchange(self, operation: str, words: NDArray[np.int64]) -> NDArray[np.int64]:

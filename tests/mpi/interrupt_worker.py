@@ -112,6 +112,7 @@ def make():
 
 def recover(buffer, said):
     """Reset until it works on all ranks, or the Buffer is lost on all; the Buffer to go on with."""
+    last = ""
     for _ in range(12):
         lost = False
         try:
@@ -119,6 +120,7 @@ def recover(buffer, said):
             mine = 0
         except EXPECTED as error:
             mine, lost = 1, LOST in str(error)
+            last = f"{type(error).__name__}: {error}"
         bad = comm.allreduce(mine)
         if comm.allreduce(int(lost)):
             said["lost"] += 1
@@ -128,7 +130,7 @@ def recover(buffer, said):
         if not bad:
             return buffer
         said["resets again"] += 1
-    raise AssertionError("reset() never passes")
+    raise AssertionError(f"reset() never passes: {last}")
 
 
 def main():
@@ -139,7 +141,7 @@ def main():
     rng, trip, buffer = random.Random(args.seed), Trip(), make()
     handle, said, most = trip.whole(buffer), collections.Counter(), {}
     begun = time.monotonic()
-    for _ in range(args.count):
+    for number_of_round in range(args.count):
         name = rng.choice(("dispatch", "combine", "barrier", "reset"))
         kind, victim, place = rng.choice(("line", "call")), rng.randrange(SIZE), rng.random()
         work = {
@@ -169,7 +171,11 @@ def main():
         canaries += [np.ones(rng.randrange(64, 1 << 16), np.uint8) for _ in range(40)]
         meet()
         before = buffer
-        buffer = recover(buffer, said)
+        try:
+            buffer = recover(buffer, said)
+        except AssertionError as error:
+            place = f"{kind} {number} of {name}, seed {args.seed}, round {number_of_round}"
+            raise AssertionError(f"interrupted at {place}: {error}") from None
         if buffer is not before:
             handle = trip.whole(buffer)
         trip.whole(buffer)

@@ -27,6 +27,7 @@ PARTICLES = FOLDER / "04_particles.py"
 PTX = FOLDER / "05_read_the_ptx.py"
 OVERLAP = FOLDER / "06_overlap.py"
 OWN = FOLDER / "07_own_kernel.py"
+DECODE = FOLDER / "09_decode.py"
 ALL = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 WITH_FAULT = Path(__file__).with_name("with_fault.py")
 NUM_EXPERTS_OF_DIGITS = 8
@@ -50,6 +51,11 @@ def assert_png(path):
 
 
 # ------------------------------------------------------------------------------ the right answer
+
+
+@pytest.mark.ranks(2)
+def test_decoding(num_ranks):
+    assert_says_ok(run_ranks(DECODE, num_ranks))
 
 
 @pytest.mark.parametrize("example", [HELLO, LAYER], ids=lambda path: path.stem)

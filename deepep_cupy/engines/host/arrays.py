@@ -56,13 +56,13 @@ class ArrayImporter:
     def _foreign(self, operation: str, argument: str, value: Any) -> NDArray[Any]:
         """An array of another library: by DLPack, else by ``__array__``."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        hint = "; cupy.asnumpy() makes one" if kind.startswith("cupy") else ""
         wanted = "a NumPy array, or one in memory of the host with DLPack or __array__"
         try:
             if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
                 if int(value.__dlpack_device__()[0]) in _DLPACK_CPU:
                     return _take_dlpack(value)
-                hint = "; cupy.asnumpy() makes one" if kind.startswith("cupy") else ""
-                kind += f" in memory of a GPU{hint}"
+                kind += " in memory of a GPU"
             elif hasattr(value, "__array__"):
                 array = np.asarray(value).view()
                 array.flags.writeable = False  # it may be a copy: what is written would be lost
@@ -74,7 +74,7 @@ class ArrayImporter:
         raise self._refused(
             operation,
             argument,
-            f"{wanted}, because this Buffer runs on the host engine, got {kind}",
+            f"{wanted}, because this Buffer runs on the host engine, got {kind}{hint}",
         )
 
     def _refused(self, operation: str, argument: str, complaint: str) -> ContractError:

@@ -266,11 +266,14 @@ class _OfProcess:
     def __init__(self, machine):
         self._machine, self._locks = machine, {}
 
-    def acquire(self, *given):
-        return self._locks.setdefault(self._machine.baton.me.rank, Lock()).acquire(*given)
+    def _of_rank(self):
+        return self._locks.setdefault(self._machine.baton.me.rank, lifecycle.Holding())
 
-    def release(self):
-        self._locks[self._machine.baton.me.rank].release()
+    def take(self, me):
+        return self._of_rank().take(me)
+
+    def give_back(self, me):
+        self._of_rank().give_back(me)
 
 
 def _without_locks():
