@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from deepep_cupy.bench import flavors_command, jax_command
+from deepep_cupy.bench import flavors_command, jax_command, tune_command
 from deepep_cupy.bench.runs import LatencyBench, OperationBench
 
 __all__ = ["SubCommand", "add_arguments", "run"]
@@ -32,6 +32,7 @@ _VERBS: dict[str, tuple[SubCommand, str]] = {
     "roundtrip": (OperationBench("roundtrip"), "one after the other"),
     "latency": (LatencyBench(), "few tokens: from Python, from graphs, and on the host"),
     "jax": (jax_command, "both inside jax.jit, beside the same calls outside"),
+    "tune": (tune_command, "how many blocks are best on these GPUs; kept for later Buffers"),
     "flavors": (flavors_command, "kinds of loads and hints to L2, and what they mean for a Buffer"),
 }
 """Verb → its sub-command, and one line for ``--help``."""

@@ -36,6 +36,7 @@ _SALT, _SCALE_SALT, _BYTE_SALT, _BIAS_SALT = 7, 8, 9, 10
 _CAST_SAMPLE = 16
 """Received rows whose cast is compared with the reference."""
 _ROOM = 64 << 20
+_FEW = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +232,11 @@ class Bench:
 
 
 def graph_calls(mode: Mode, num_tokens: int) -> int:
-    """Calls in the graph of a mode: a graph keeps what its combines return, and the rows between
-    dispatch and combine."""
-    return 5 if mode.operation != "dispatch" and num_tokens > 256 else 20
+    """Calls in the graph of a mode: a graph keeps what its combines and its dispatches to the
+    expanded layout return, and the rows between dispatch and combine."""
+    if num_tokens <= _FEW or (mode.operation == "dispatch" and not mode.expanded):
+        return 20
+    return 2 if mode.operation == "dispatch" else 5
 
 
 def kept_rows(mode: Mode, num_tokens: int, copies: int, num_ranks: int) -> int:
@@ -242,11 +245,10 @@ def kept_rows(mode: Mode, num_tokens: int, copies: int, num_ranks: int) -> int:
     calls = graph_calls(mode, num_tokens)
     if mode.operation == "roundtrip":
         return calls
-    if mode.operation == "combine":  # results, staged rows, sums of copies
-        return (
-            -(-calls // num_ranks) + 1 + mode.expanded * (copies if mode.base == "outside" else 1)
-        )
-    return 1 + copies * mode.expanded
+    if mode.operation == "dispatch":
+        return 1 + calls * copies * mode.expanded
+    staged = copies if mode.expanded and mode.base == "outside" else 1
+    return -(-calls // num_ranks) + staged + mode.expanded  # results, staged rows, sums of copies
 
 
 class Workload:

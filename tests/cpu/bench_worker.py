@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 from mpi4py import MPI
 
+from deepep_cupy.engines.gpu.grid import GridPlan
 from deepep_cupy.engines.host.engine import HostEngine
 from deepep_cupy.memory import cuda_ipc
 from deepep_cupy.ranks.mpi import MPIGroup
@@ -207,7 +208,7 @@ def play_gpus(gpus):
 
     def init(engine, group, board, spec, *arguments, **options):
         real_init(engine, group, board, spec, *arguments, **options)
-        grids = SimpleNamespace(most=min(spec.num_sms or 21, NUM_SMS // (COMM.size // gpus or 1)))
+        grids = GridPlan(NUM_SMS, COMM.size // gpus or 1, spec.num_sms)
         engine._runtime = SimpleNamespace(grids=grids, memory=SimpleNamespace(region=region))
 
     real_dispatch = HostEngine.dispatch

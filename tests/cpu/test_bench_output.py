@@ -374,6 +374,10 @@ RUNS = {  # ranks, GPUs, command line: words on rank 0
     (2, 2, "roundtrip --tokens 20 --sms 8 --routing k-hot"): [
         *("ceiling: push there", "ceiling: pull back", "scatter"),
     ],
+    (2, 2, "tune --tokens 20 --few 4 --blocks 8,16 --dry-run"): [
+        *("bench tune: 20 tokens", "\n  8  no_wait", "\n 16  pool", "4 tokens, at least 8 a block"),
+        *("best: ", "tokens a block of a dispatch"),
+    ],
     (2, 2, "latency --tokens 1,4 --routing zipf --busy 2"): [
         *("dispatch no_wait", "combine pool", "graph", "host min", "behind 2 x 256 MB"),
     ],

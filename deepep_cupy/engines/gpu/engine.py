@@ -31,6 +31,8 @@ from deepep_cupy.engines.gpu.memory import SymmetricMemory
 from deepep_cupy.engines.gpu.operation import GpuEvent
 from deepep_cupy.engines.gpu.runtime import Runtime
 from deepep_cupy.engines.gpu.topology import Topology
+from deepep_cupy.engines.gpu.tuning import Key as TuningKey
+from deepep_cupy.engines.gpu.tuning import load as tuning_of
 from deepep_cupy.engines.protocol import ALL_MODES, CombineOutput, DispatchLayout, DispatchOutput
 from deepep_cupy.errors import PlatformError
 from deepep_cupy.protocol.control_block import ControlLayout, ReportLayout
@@ -44,6 +46,13 @@ __all__ = ["CudaEngine"]
 
 _left_behind: list[object] = []
 """What engines that could not close together leave to the process's end: peers may use it."""
+
+
+def _grids(topology: Topology, spec: BufferSpec) -> GridPlan:
+    """How this rank's operations are spread over the SMs of its GPU."""
+    gpu, sharing = topology.gpus[spec.rank], len(topology.sharing(spec.rank))
+    tuning = tuning_of(TuningKey(gpu.name, spec.num_ranks, sharing, spec.max_row_bytes))
+    return GridPlan(gpu.num_sms, sharing, spec.num_sms, tuning)
 
 
 class CudaEngine:
@@ -109,7 +118,7 @@ class CudaEngine:
                 spec=spec,
                 device=self.device,
                 path=self.path,
-                grids=GridPlan(gpu.num_sms, len(topology.sharing(group.rank)), spec.num_sms),
+                grids=_grids(topology, spec),
                 kernels=kernels,
                 memory=memory,
                 failures=FailureMonitor(report, self._rendezvous, memory.pool, spec),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from deepep_cupy.engines.gpu.tuning import Tuning
 from deepep_cupy.protocol.sizes import SCALE_GROUP
 
 __all__ = ["GridPlan", "access_bytes", "cast_chunks", "local_blocks", "num_slices"]
@@ -24,6 +25,7 @@ CAST_TOKENS_PER_BLOCK = 384
 over a link, casts more of them before: 8192 tokens took 123 µs so, and 139 on the way."""
 _WARPS_PER_BLOCK = 4
 """Fewer warps with work for each block, and fewer blocks do as well."""
+_BY_SHARE = Tuning()
 _TOKENS_PER_SLICE = 16
 _MOST_SLICES = 1024
 _MOST_COUNTERS = 1 << 20
@@ -42,17 +44,19 @@ class GridPlan:
         num_sms: SMs of the GPU.
         ranks_on_gpu: Ranks of the Buffer that share it.
         wanted: Blocks the caller asked for, ``None`` for the default.
+        tuning: What was measured on such GPUs.
     """
 
     num_sms: int
     ranks_on_gpu: int
     wanted: int | None
+    tuning: Tuning = _BY_SHARE
 
     @cached_property
     def most(self) -> int:
         """The most blocks any operation of this rank launches."""
         fair = max(1, self.num_sms // self.ranks_on_gpu)
-        default = max(1, int(self.num_sms * DEFAULT_SHARE))
+        default = self.tuning.blocks or max(1, int(self.num_sms * DEFAULT_SHARE))
         return min(fair, default if self.wanted is None else self.wanted)
 
     def dispatch(self, num_tokens: int, *, counts: bool = True) -> int:
@@ -60,7 +64,7 @@ class GridPlan:
         cached call does."""
         if counts and num_tokens <= COUNTED_BY_ONE_BLOCK:
             return 1
-        return max(1, min(self.most, num_tokens))
+        return self._blocks(num_tokens, self.tuning.dispatch_tokens)
 
     def casts_on_the_way(self, num_tokens: int, num_ranks: int) -> bool:
         """Whether a dispatch that casts should do it in the kernel that sends the rows."""
@@ -70,7 +74,10 @@ class GridPlan:
 
     def combine(self, num_tokens: int) -> int:
         """Blocks of a combine of ``num_tokens``."""
-        return max(1, min(self.most, num_tokens))
+        return self._blocks(num_tokens, self.tuning.combine_tokens)
+
+    def _blocks(self, num_tokens: int, tokens_a_block: int) -> int:
+        return max(1, min(self.most, -(-num_tokens // tokens_a_block)))
 
 
 def access_bytes(row_bytes: int, addresses: tuple[int, ...], narrow: tuple[int, ...]) -> int:
