@@ -59,6 +59,13 @@ class Speed:
         return rows
 
 
+def _part(row: Measurement) -> str:
+    """The part of the ceiling that is reached, or why there is none."""
+    if row.above_ceiling:
+        return "faster than the copy"
+    return "no ceiling" if row.ratio is None else f"{row.ratio:.2f}"
+
+
 def _quietly(what: str) -> None:
     """No bar."""
 
@@ -93,7 +100,7 @@ def main() -> None:
         options.json.write_text(json.dumps(written, indent=1))
     middle = 16 if 16 in sms else sms[0]
     best = [
-        f"{row.operation} {row.what} at {row.num_sms} SMs {row.us:.0f} us ({row.ratio or 0:.2f})"
+        f"{row.operation} {row.what} at {row.num_sms} SMs {row.us:.0f} us ({_part(row)})"
         for row in large
         if row.kind == "call" and row.num_sms in (middle, None) and row.what != "cached"
     ]
