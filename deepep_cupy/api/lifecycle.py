@@ -184,6 +184,7 @@ class Lifecycle:
                 self._engine.reset()
         finally:
             self.inside.release(me)
+            del me  # the frame that it names would hold itself, and all that it has
         self._guard.doomed = False
         if self.state is State.POISONED:
             self._become(State.OPEN)
@@ -208,6 +209,7 @@ class Lifecycle:
                 raise
         finally:
             self.inside.release(me)
+            del me  # the frame that it names would hold itself, and all that it has
         self._board.free()
         self._group.free()
         self._guard.end()
@@ -253,6 +255,7 @@ class Lifecycle:
                 raise
         finally:
             self.inside.release(me)
+            del me  # the frame that it names would hold itself, and all that it has
 
     def _refuse_while_open(self, name: str, kind: Kind, *, sends: bool) -> None:
         """Refuse what may not come between sending and receiving; all ranks learn it."""
@@ -285,6 +288,7 @@ class Lifecycle:
                 hook.receive()
         finally:
             self.inside.release(me)
+            del me  # the frame that it names would hold itself, and all that it has
 
     # ------------------------------------------------------------------------------------ states
 

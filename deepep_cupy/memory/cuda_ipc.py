@@ -151,6 +151,9 @@ class CupyEvents:
         self._new: Any = cuda.Event
         self._error: type[Exception] = cuda.runtime.CUDARuntimeError
         self._spare: deque[Any] = deque()
+        # All of them, for ever: one that dies in a reference cycle together with its ``Recorded``
+        # would be destroyed, and kept for the next use all the same.
+        self._made: list[Any] = []
         self._thread = threading.local()
 
     @contextmanager
@@ -165,7 +168,11 @@ class CupyEvents:
 
     def record(self, stream: Any) -> Recorded:
         """See ``EventSource``."""
-        event = self._spare.pop() if self._spare else self._new(disable_timing=True)
+        if self._spare:
+            event = self._spare.pop()
+        else:
+            event = self._new(disable_timing=True)
+            self._made.append(event)
         event.record(stream)
         return Recorded(event, self._spare)
 

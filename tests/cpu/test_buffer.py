@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,6 +228,52 @@ def test_calls_of_two_buffers_from_two_threads_at_once_end_for_all_ranks():
     assert two._guard.doomed
     assert not one._engine.reasons
     assert call(one) == 7
+
+
+def test_a_call_keeps_nothing_alive():
+    """Not even until the collector of garbage comes: arrays and memory of the pool hang on it."""
+
+    class Thing:
+        pass
+
+    thing, one = Thing(), life()
+    alive = weakref.ref(thing)
+    assert one.operate("dispatch", Kind.DISPATCH, lambda given: given is not None, thing)
+    del thing
+    assert alive() is None
+
+
+def test_what_an_interrupted_call_has_left_locked_its_thread_takes_over():
+    """And no other thread, and not the call itself from within."""
+    one, two = life(), life()
+
+    def interrupted():
+        assert one.inside.acquire((threading.get_ident(), sys._getframe()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert one.inside.locked()
+    said = []
+
+    def elsewhere():
+        try:
+            one.operate("barrier", Kind.BARRIER, lambda: 1)
+        except StateError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "another thread is in a call of this Buffer" in said[0]
+    for each in (two, one):
+        assert each.operate("combine", Kind.COMBINE, lambda: 7) == 7
+
+    def within():
+        return one.operate("barrier", Kind.BARRIER, lambda: 1)
+
+    with pytest.raises(StateError, match="in a call of this Buffer"):
+        one.operate("combine", Kind.COMBINE, within)
 
 
 def test_threads_that_may_call_side_by_side_do():

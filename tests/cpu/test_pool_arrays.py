@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from types import SimpleNamespace
@@ -206,6 +207,31 @@ def test_an_event_query_tells_faults_from_work(runtime):
     runtime.status = 719
     with pytest.raises(CUDARuntimeError):
         events.query(event)
+
+
+def test_an_event_in_a_reference_cycle_is_not_used_again_when_it_is_destroyed():
+    """The collector of garbage calls the finalizers of a cycle in any order."""
+    destroyed = []
+
+    class Event:
+        def __init__(self, disable_timing):
+            pass
+
+        def record(self, stream):
+            assert id(self) not in destroyed
+
+        def __del__(self):
+            destroyed.append(id(self))
+
+    events = CupyEvents()
+    events._new = Event
+    cycle = [events.record(None)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert not destroyed
+    events.record(None)
+    assert len(events._made) == 1
 
 
 def test_capture_id(runtime, monkeypatch):

@@ -128,10 +128,10 @@ def torch_streams(worker: Worker, buffer: Any, trip: RoundTrip) -> str:
             with torch.cuda.stream(side), buffer.on(side):
                 for _ in range(5):
                     slow += 1
-                x = right + 0
+                x = right.clone()
                 got = buffer.dispatch(x, topk_idx=idx, num_worst_tokens=64 * worker.size)
                 x.zero_()
-                rows = torch.from_dlpack(got.recv_x) + 0
+                rows = torch.from_dlpack(got.recv_x).clone()
             side.synchronize()
             found = rows.cpu().numpy()[: len(want)]
             assert found.tobytes() == want.tobytes(), "overwritten too early"
