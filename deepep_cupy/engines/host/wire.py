@@ -39,10 +39,11 @@ class Wire:
         self._pending: list[Pending] = []
         self.sent = np.zeros(self._group.size, np.int64)
         """Messages to each rank so far."""
-        self._posted: list[list[Request]] = [[] for _ in range(self._group.size)]
-        self._num_received = np.zeros(self._group.size, np.int64)
-        # An exception from outside, such as Ctrl-C, may come before a request is noted. So memory
-        # is noted before MPI learns of it, and whether a receive may have escaped its note.
+        # For each rank, messages received so far, and receives that are posted. An exception from
+        # outside, such as Ctrl-C, may come at any moment: the two change together.
+        self._received: list[tuple[int, list[Request]]] = [(0, []) for _ in self.sent]
+        # It may also come before a request is noted. So memory is noted before MPI learns of it,
+        # and whether a receive may have escaped its note.
         self._memory: list[Bytes] = []
         self._unsure = False
 
@@ -50,8 +51,11 @@ class Wire:
         """Start to send a C-contiguous array; empty ones send nothing."""
         for chunk in self._chunks(array):
             self._memory.append(chunk)
-            self._pending.append(Pending(peer, self._group.isend(peer, chunk, self._tag)))
+            request = self._group.isend(peer, chunk, self._tag)
+            # First counted: who waits for a message that nobody is told of waits in vain. One that
+            # is not even counted meets no receive, for the next generation has another tag.
             self.sent[peer] += 1
+            self._pending.append(Pending(peer, request))
 
     def receive(self, peer: int, array: NDArray[np.generic]) -> None:
         """Start to receive into a C-contiguous array; empty ones receive nothing."""
@@ -60,7 +64,7 @@ class Wire:
             self._unsure = True
             request = self._group.irecv(peer, chunk, self._tag)
             self._pending.append(Pending(peer, request))
-            self._posted[peer].append(request)
+            self._received[peer][1].append(request)
             self._unsure = False
 
     def _chunks(self, array: NDArray[np.generic]) -> list[Bytes]:
@@ -72,9 +76,8 @@ class Wire:
     def wait(self, operation: str, phase: str, patience_s: float = 0.0) -> None:
         """Wait for everything that was started; see ``Rendezvous.wait``."""
         self._rendezvous.wait(self._pending, operation, phase, patience_s=patience_s)
-        for peer, posted in enumerate(self._posted):
-            self._num_received[peer] += len(posted)
-            posted.clear()
+        for peer, (received, posted) in enumerate(self._received):
+            self._received[peer] = received + len(posted), []
         self._memory.clear()
 
     def drain(self, operation: str, sent_to_me: NDArray[np.int64], generation: int) -> None:
@@ -93,17 +96,16 @@ class Wire:
             raise self._rendezvous.lose_for_ever(
                 operation, "it was interrupted while it posted a receive"
             )
-        missing = sent_to_me - self._num_received
-        for peer, posted in enumerate(self._posted):
+        received = np.array([number for number, _ in self._received], np.int64)
+        missing = sent_to_me - received
+        for peer, (_, posted) in enumerate(self._received):
             for request in posted[max(0, int(missing[peer])) :]:
                 request.cancel()
             missing[peer] -= len(posted)
         self._throw_away(operation, missing)
         self._rendezvous.wait(self._pending, operation, "what was under way", RankState.LEFT)
         self._tag = CONTROL_TAG + 1 + generation % _TAGS
-        self._num_received[:] = sent_to_me
-        for posted in self._posted:
-            posted.clear()
+        self._received = [(int(number), []) for number in sent_to_me]
 
     def _throw_away(self, operation: str, missing: NDArray[np.int64]) -> None:
         """Receive messages that nothing was posted for."""
@@ -114,7 +116,8 @@ class Wire:
                 request = self._group.take(int(peer), self._tag)
                 if request is not None:
                     self._pending.append(Pending(int(peer), request))
-                    self._num_received[peer] += 1
+                    received, posted = self._received[peer]
+                    self._received[peer] = received + 1, posted
                     missing[peer] -= 1
                 self._unsure = False
             self._rendezvous.watch(operation, RankState.LEFT)
