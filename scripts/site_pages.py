@@ -18,12 +18,13 @@ OUTSIDE = {
     "README.md": "index.md",
     "ptx/README.md": "ptx.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
 """Page in the repository → its name on the site."""
 FIRST = ("index.md", "calling.md", "deepep.md", "loads_and_cache.md", "measurements.md")
 """Pages in this order, before all others."""
-LAST = ("api.md", "contributing.md", "changelog.md")
+LAST = ("api.md", "contributing.md", "security.md", "changelog.md")
 _FENCED = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 

@@ -134,7 +134,7 @@ def test_the_sdist_keeps_the_shape_of_the_tree(built):
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "ptx/README.md"}
+    wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml", "ptx/README.md"}
     assert wanted <= got, f"missing: {sorted(wanted - got)}"
     assert not [name for name in got if name.endswith(".pyc")]
 

@@ -62,6 +62,7 @@ TOP_LEVEL = {
     "LICENSE",
     "MANIFEST.in",
     "README.md",
+    "SECURITY.md",
     "deepep_cupy",
     "docs",
     "examples",
