@@ -84,7 +84,9 @@ def test_bulk_loads_of_peers_rows_stand_behind_a_proxy_fence():
     """Those of this rank's rows, in dispatch, rely on the kernel boundary."""
     combine = (kernel_dir() / "combine" / "bulk.cu").read_text()
     assert "fence_proxy_async_global();" in combine
-    assert combine.index("fence_proxy_async_global();") < combine.rindex("start_loads(c, d, s")
+    assert combine.index("fence_proxy_async_global();") < combine.index(
+        "start_loads<kBias>(c, d, s"
+    )
 
 
 def test_every_load_of_the_table_is_tested():

@@ -9,7 +9,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from deepep_cupy.engines.gpu.cupy_types import DeviceArray, DType
@@ -58,6 +57,8 @@ class TensorReader:
 
     def _learn(self, torch: Any) -> dict[object, DType]:
         """Its dtypes, and how it is asked for its stream."""
+        import ml_dtypes
+
         for name in _NAMES:
             if hasattr(torch, name):
                 self._dtypes[getattr(torch, name)] = np.dtype(getattr(ml_dtypes, name, name))

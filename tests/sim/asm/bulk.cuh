@@ -40,7 +40,9 @@ DEVICE void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier,
 DEVICE void bulk_store(void* global, const void* shared, u32 bytes, sim::Where where = SIM_HERE) {
     sim::bulk_store(global, shared, bytes, where);
 }
-DEVICE void bulk_prefetch(const void*, u32) {}
+DEVICE void bulk_prefetch(const void* global, u32 bytes) {
+    static_cast<void>(global), static_cast<void>(bytes);
+}
 DEVICE void bulk_commit(sim::Where where = SIM_HERE) { sim::bulk_commit(where); }
 template <int kPending>
 DEVICE void bulk_wait_read(sim::Where where = SIM_HERE) {
