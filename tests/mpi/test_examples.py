@@ -55,6 +55,8 @@ def assert_png(path):
 
 @pytest.mark.ranks(2)
 def test_decoding(num_ranks):
+    if 8 % num_ranks:
+        pytest.skip("8 experts are for 1, 2, 4 or 8 ranks")
     assert_says_ok(run_ranks(DECODE, num_ranks))
 
 
